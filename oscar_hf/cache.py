@@ -1,0 +1,223 @@
+"""OscarCache: a container of one layer per model layer, built the way transformers builds its own caches."""
+
+import os
+import warnings
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+
+from . import compat
+from .artifact import Artifact
+from .config import OVERRIDABLE, OscarConfig
+from .errors import ArtifactError, CacheStateError, OscarError
+from .layer import OscarLayer
+from .memory import LayerMemory, MemoryReport, tensors_of
+
+
+class OscarCache(Cache):
+    """A 2-bit KV cache for `model.generate(past_key_values=...)` and `model(past_key_values=...)`.
+
+    The first `sink_tokens` and the last `recent_tokens` tokens stay as the model made them; everything between is 2-bit.
+    Full-attention layers are OscarLayers; sliding, chunked and linear ones stay transformers' own.
+
+    config: the model's config; None only with an artifact that records what is needed. artifact: an Artifact, a folder
+    or a Hub repository id; recipe: `hadamard`, which needs no calibration. Exactly one of the two. overrides: storage
+    fields of OscarConfig (sink_tokens, recent_tokens, group_size, key_scale, value_scale, key_symmetric,
+    value_symmetric). offloading: keep each layer on the CPU except while it is in use.
+    Raises ArtifactError, UnsupportedModelError.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        artifact: Artifact | str | os.PathLike | None = None,
+        recipe: str | None = None,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+        **overrides,
+    ):
+        if (artifact is None) == (recipe is None):
+            raise ArtifactError(
+                "give exactly one of artifact (calibrated, a folder, Hub id or Artifact) and recipe ('hadamard', data-free): "
+                f"got {'both' if artifact is not None else 'neither'}"
+            )
+        if max_cache_len is not None:
+            raise OscarError(
+                f"max_cache_len={max_cache_len!r}: fixed-size caches for compiled decode are not in this version; leave it out "
+                "for a growing cache"
+            )
+        dense_twin = overrides.pop("_returns_dense", False)
+        unknown = sorted(set(overrides) - set(OVERRIDABLE))
+        if unknown:
+            raise ArtifactError(f"unknown arguments {unknown}: allowed overrides are {', '.join(OVERRIDABLE)}")
+        if recipe is not None:
+            artifact = Artifact.data_free(recipe)
+        elif not isinstance(artifact, Artifact):
+            artifact = Artifact.load(artifact)
+        self.artifact = artifact
+        self.oscar_config: OscarConfig = artifact.config.override(**overrides)
+        if config is not None:
+            config = compat.text_config(config)
+            compat.refuse_latent_attention(config)
+        else:
+            config = _recorded_config(artifact)
+        layers = compat.native_layers(config)
+        _check_layers(artifact, layers)
+        layers = [
+            OscarLayer(self.oscar_config, artifact, index, dense_twin) if compat.is_plain_attention(layer) else layer
+            for index, layer in enumerate(layers)
+        ]
+        if not any(isinstance(layer, OscarLayer) for layer in layers):
+            warnings.warn(
+                f"oscar_hf: {getattr(config, 'model_type', 'this model')} has no full-attention layer, so nothing is quantized",
+                stacklevel=2,
+            )
+        super().__init__(layers=layers)
+        # Not the base class's `offloading`: that moves a layer away before attention has read it through our handles.
+        self._offloads = offloading
+        self._open_layer: OscarLayer | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        *,
+        config: PreTrainedConfig | None = None,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        local_files_only: bool = False,
+        **overrides,
+    ) -> "OscarCache":
+        """A new, empty cache from an artifact on the Hub or in a folder; see `Artifact.load` and the class for arguments."""
+        artifact = Artifact.load(
+            name_or_path,
+            revision=revision,
+            subfolder=subfolder,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )
+        return cls(config, artifact=artifact, max_cache_len=max_cache_len, offloading=offloading, **overrides)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """Add the tokens of a call to one layer; returns what stands for all its keys and values."""
+        if layer_idx >= len(self.layers):
+            raise ArtifactError(
+                f"the model has a layer {layer_idx}, this cache was made for {len(self.layers)} layers "
+                f"({self.artifact.source}): use the artifact of this model, or pass config=model.config"
+            )
+        layer = self.layers[layer_idx]
+        previous = self._open_layer
+        if previous is not None and previous is not layer:
+            # Attention of that layer is over: pack what it kept exact, so that one layer at most holds a whole prompt.
+            previous.commit()
+            if self._offloads:
+                previous.offload()
+        if isinstance(layer, OscarLayer):
+            self._open_layer = layer
+            if self._offloads:
+                layer.prefetch()
+        return layer.update(key_states, value_states, *args, **kwargs)
+
+    @property
+    def oscar_layers(self) -> list[OscarLayer]:
+        """The layers that hold packed data."""
+        return [layer for layer in self.layers if isinstance(layer, OscarLayer)]
+
+    def set_padding(self, attention_mask: Tensor) -> None:
+        """Say before the first call which tokens are left padding, [B, T] with 0 for padding.
+
+        Only needed where the cache cannot see the mask itself (flash attention): the sink then is the first real tokens
+        of each row. Raises CacheStateError if tokens are held already, or for a mask of another shape.
+        """
+        if attention_mask.dim() != 2:
+            raise CacheStateError(f"attention_mask must be [batch, tokens], got {list(attention_mask.shape)}")
+        real = attention_mask.bool()
+        starts = torch.where(real.any(-1), real.int().argmax(-1), 0).tolist()
+        for layer in self.oscar_layers:
+            layer.set_starts(list(starts))
+
+    def commit(self) -> None:
+        """Pack what the latest call left exact; every reader does so by itself."""
+        for layer in self.oscar_layers:
+            layer.commit()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes by region and layer; print it for a table."""
+        self.commit()
+        report = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, OscarLayer):
+                report.append(_layer_memory(index, layer))
+                continue
+            tensors = tensors_of(layer)
+            tokens = layer.get_seq_length() if hasattr(layer, "get_seq_length") and tensors else 0
+            report.append(
+                LayerMemory(
+                    index,
+                    "native",
+                    int(tokens),
+                    sum(t.numel() for t in tensors),
+                    {"native": sum(t.nbytes for t in tensors)},
+                )
+            )
+        return MemoryReport(report)
+
+    def __repr__(self) -> str:
+        kinds = len(self.oscar_layers)
+        return f"OscarCache({self.artifact!r}, {kinds} packed of {len(self.layers)} layers, {self.get_seq_length()} tokens)"
+
+
+def _layer_memory(index: int, layer: OscarLayer) -> LayerMemory:
+    if not layer.is_initialized:
+        return LayerMemory(index, "oscar", 0, 0)
+    rows = (layer.key_rows, layer.value_rows)
+    dims = layer.sink_keys.shape[3] + layer.sink_values.shape[3]
+    return LayerMemory(
+        index,
+        "oscar",
+        layer.tokens,
+        layer.tokens * layer.batch_size * layer.kv_heads * dims,
+        {
+            "sink": layer.sink_keys.nbytes + layer.sink_values.nbytes,
+            "recent": layer.ring_keys.nbytes + layer.ring_values.nbytes,
+            "codes": sum(r.code_bytes for r in rows),
+            "scale_min": sum(r.qparam_bytes for r in rows),
+            "constants": layer.constants.nbytes,
+        },
+    )
+
+
+def _recorded_config(artifact: Artifact) -> PreTrainedConfig:
+    """Stand-in for the model's config from what the artifact records."""
+    recorded = artifact.config
+    count = recorded.num_hidden_layers
+    if count is None and sorted(artifact.layers) == list(range(len(artifact.layers))):
+        count = len(artifact.layers)
+    if not count:
+        raise ArtifactError(
+            f"{artifact.source} does not say which layers the model has: pass config=model.config as well"
+        )
+    return compat.config_from_fields(count, recorded.layer_types, recorded.cache_fields)
+
+
+def _check_layers(artifact: Artifact, layers: list) -> None:
+    """Refuse an artifact that was made for another number of layers or lacks one that it must have."""
+    recorded = artifact.config
+    expected = len(recorded.layer_types) if recorded.layer_types is not None else recorded.num_hidden_layers
+    if expected is not None and expected != len(layers):
+        raise ArtifactError(
+            f"{artifact.source} was made for {recorded.base_model or 'a model'} with {expected} cache layers, this model has "
+            f"{len(layers)}: use the artifact of this model"
+        )
+    wanted = [index for index, layer in enumerate(layers) if compat.is_plain_attention(layer)]
+    if artifact.layers and (missing := [index for index in wanted if index not in artifact.layers]):
+        raise ArtifactError(
+            f"{artifact.source} has no constants for the full-attention layers {missing} of this model: "
+            "use the artifact of this model, or calibrate one with `oscar-hf calibrate`"
+        )

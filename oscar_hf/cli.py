@@ -1,0 +1,149 @@
+"""The `oscar-hf` command: calibrate, inspect, eval. Errors of the package end with one line and exit code 2."""
+
+import argparse
+import json
+import sys
+
+from .config import RECIPES, VALUE_TARGETS
+from .errors import OscarError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except OscarError as error:
+        print(f"oscar-hf: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("oscar-hf: interrupted, nothing was written", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="oscar-hf", description="2-bit KV cache for Hugging Face transformers")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    calibrate = commands.add_parser("calibrate", help="make an artifact for a model from its attention statistics")
+    _model_arguments(calibrate)
+    calibrate.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write the artifact to")
+    calibrate.add_argument(
+        "--recipe", default="default", choices=RECIPES, help="parts of the method (default: default)"
+    )
+    calibrate.add_argument("--value-target", choices=VALUE_TARGETS, help="what the value covariance is weighted by")
+    calibrate.add_argument(
+        "--text", nargs="+", metavar="FILE", help="UTF-8 text (default: the text inside the package)"
+    )
+    calibrate.add_argument("--tokens", type=int, default=20480, help="tokens to calibrate on (default: 20480)")
+    calibrate.add_argument("--context", type=int, default=4096, help="tokens per sequence (default: 4096)")
+    calibrate.add_argument("--seed", type=int, default=0, help="shifts the sequences within the text (default: 0)")
+    calibrate.set_defaults(run=_calibrate)
+
+    inspect = commands.add_parser("inspect", help="print what an artifact holds and whether it is sound")
+    inspect.add_argument("artifact", help="folder, or Hub repository id")
+    inspect.add_argument("--revision", help="branch, tag or commit on the Hub")
+    inspect.add_argument("--subfolder", help="folder inside the repository")
+    inspect.set_defaults(run=_inspect)
+
+    evaluate = commands.add_parser("eval", help="compare artifacts on a model: KL divergence from the BF16 cache")
+    _model_arguments(evaluate)
+    evaluate.add_argument("--artifact", nargs="+", required=True, metavar="A", help="folders or Hub repository ids")
+    evaluate.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text not used to calibrate")
+    evaluate.add_argument("--context", type=int, default=4096, help="tokens per sequence (default: 4096)")
+    evaluate.add_argument("--sequences", type=int, default=4, help="sequences from the text (default: 4)")
+    evaluate.add_argument("--side", default="kv", choices=("kv", "k", "v"), help="quantize keys, values or both")
+    evaluate.add_argument("--seed", type=int, default=0, help="shifts the sequences within the text (default: 0)")
+    evaluate.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
+    evaluate.set_defaults(run=_evaluate)
+    return parser
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="folder or Hub repository id of a causal language model")
+    parser.add_argument("--revision", help="branch, tag or commit of the model on the Hub")
+    parser.add_argument(
+        "--gguf-file", metavar="F", help="load the model from this GGUF file of the folder or repository"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="model dtype")
+
+
+def load_model(name: str, *, revision=None, gguf_file=None, device=None, dtype="bfloat16"):
+    """Model (eval mode, sdpa attention) and tokenizer; failures to load become an OscarError with the reason."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = {"revision": revision} | ({"gguf_file": gguf_file} if gguf_file else {})
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=getattr(torch, dtype), attn_implementation="sdpa", **options
+        )
+        return model.to(device).eval(), tokenizer
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise OscarError(f"cannot load the model {name!r} on {device}: {reason}") from error
+
+
+def _load(args):
+    return load_model(
+        args.model, revision=args.revision, gguf_file=args.gguf_file, device=args.device, dtype=args.dtype
+    )
+
+
+def _calibrate(args) -> int:
+    from .calibrate import calibrate, read_texts
+
+    text, source = read_texts(args.text) if args.text else (None, None)
+    overrides = {"value_target": args.value_target} if args.value_target else {}
+    model, tokenizer = _load(args)
+    artifact = calibrate(
+        model, tokenizer, text, recipe=args.recipe, tokens=args.tokens, context=args.context, seed=args.seed,
+        text_source=source, **overrides,
+    )  # fmt: skip
+    folder = artifact.save(args.output)
+    print(artifact.describe())
+    print(f"written to {folder}")
+    return 0
+
+
+def _inspect(args) -> int:
+    from .artifact import Artifact
+
+    print(Artifact.load(args.artifact, revision=args.revision, subfolder=args.subfolder).describe())
+    return 0
+
+
+def _evaluate(args) -> int:
+    from tqdm.auto import tqdm
+
+    from .artifact import Artifact
+    from .calibrate import read_texts, token_sequences
+    from .evaluate import evaluate
+
+    artifacts = {name: Artifact.load(name) for name in args.artifact}
+    text, source = read_texts(args.text)
+    model, tokenizer = _load(args)
+    sequences = token_sequences(tokenizer, text, args.sequences * args.context, args.context, args.seed)
+    results = {}
+    with tqdm(total=len(sequences) * len(artifacts), desc="evaluating", unit="seq") as bar:
+        for name, artifact in artifacts.items():
+            results[name] = evaluate(model, artifact, sequences, side=args.side, progress=lambda: bar.update(1))
+    print(f"{len(sequences)} x {sequences[0].shape[1]} tokens of {source}, judged on the second half")
+    print(f"{'artifact':<44}{'recipe':<10}{'bits':>6}{'mean KL':>10}{'agreement':>11}{'perplexity':>12}{'BF16':>9}")
+    for name, q in results.items():
+        recipe = artifacts[name].config.recipe
+        print(
+            f"{name:<44}{recipe:<10}{q.bits:>6.2f}{q.kl:>10.4f}{q.agreement:>11.4f}{q.perplexity:>12.3f}"
+            f"{q.reference_perplexity:>9.3f}"
+        )
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({name: q.as_dict() for name, q in results.items()}, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

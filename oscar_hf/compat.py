@@ -1,0 +1,73 @@
+"""Every difference between transformers versions, and every question about a model config, in one place."""
+
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from .errors import UnsupportedModelError
+
+# Name of the cache argument of forward and generate; 5.24 renamed it.
+CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+
+# Config fields from which transformers builds the cache layers that are not ours; an artifact records them, so that a
+# cache can be built without the model's config.
+CACHE_FIELDS = (
+    "sliding_window", "attention_chunk_size", "number_of_conv_states", "num_kv_shared_layers", "kv_sharing_modes",
+)  # fmt: skip
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder's config of a (possibly multimodal) model config."""
+    if not isinstance(config, PreTrainedConfig):
+        raise UnsupportedModelError(
+            f"config must be the config of a transformers model (model.config), got {type(config).__name__}"
+        )
+    return config.get_text_config(decoder=True)
+
+
+def refuse_latent_attention(config: PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError for multi-head latent attention: its cache holds a latent and a rotary key, not K and V."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(
+            f"{config.model_type} uses multi-head latent attention (kv_lora_rank={config.kv_lora_rank}): its cache holds a "
+            "compressed latent and a rotary key, which OSCAR's rotations do not fit; use DynamicCache for this model"
+        )
+
+
+def native_layers(config: PreTrainedConfig) -> list[CacheLayerMixin]:
+    """transformers' own growing layers for a model, one per model layer."""
+    return list(DynamicCache(config=config).layers)
+
+
+def is_plain_attention(layer: CacheLayerMixin) -> bool:
+    """Whether a native layer is full attention and nothing else, so that an OscarLayer can stand in its place."""
+    return type(layer) is DynamicLayer
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """Name of the kind of each layer; `full_attention` marks those that an artifact has constants for."""
+    named = getattr(config, "layer_types", None)
+    layers = native_layers(config)
+    names = list(named)[: len(layers)] if named is not None else [type(layer).__name__ for layer in layers]
+    return ["full_attention" if is_plain_attention(layer) else name for layer, name in zip(layers, names)]
+
+
+def cache_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The CACHE_FIELDS of a config that have a value."""
+    values = {name: getattr(config, name, None) for name in CACHE_FIELDS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def config_from_fields(num_hidden_layers: int, types: list[str] | None, fields: dict[str, Any]) -> PreTrainedConfig:
+    """A stand-in config that is enough for `native_layers`, from what an artifact records."""
+    fields = {name: value for name, value in fields.items() if name in CACHE_FIELDS}
+    types = types or ["full_attention"] * num_hidden_layers
+    # The recorded list already leaves out layers that share another layer's cache.
+    fields.pop("num_kv_shared_layers", None)
+    config = PreTrainedConfig()
+    for name, value in dict(fields, num_hidden_layers=len(types), layer_types=list(types)).items():
+        setattr(config, name, value)
+    return config

@@ -1,0 +1,499 @@
+"""Append: centre, rotate, choose the scale, quantize and pack rows into a `PackedRows`."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..packed import PackedRows, tokens_per_row
+from ..quantizer import FP16_MAX, MAX_CODE, SCALE_FLOOR, ScaleRule, check_group_size, quantize_rows
+from .launch import MAX_HEAD_DIM, can_launch, fall_back, head_dim_problem, next_power_of_two, on_device, tl, triton
+
+
+def append_rows_reference(
+    rows: PackedRows,
+    start: int,
+    x: Tensor,
+    transform: Tensor | None,
+    mean: Tensor | None,
+    rule: ScaleRule,
+    metric: Tensor | None,
+) -> None:
+    """Quantize x and store it as tokens start..start+T-1 of `rows`; room must be reserved.
+
+    x: [B, H, T, D] in the model's dtype. transform: float32 [D, D] or [H, D, D], x_rot = (x - mean) @ transform; None
+    stores x - mean as it is (rows that are rotated already). mean: float32 [H, D] or None. metric: float32 [D, D] or
+    [H, D, D], needed by a weighted rule.
+    """
+    x = x.float()
+    if mean is not None:
+        x = x - mean[:, None, :]
+    if transform is not None:
+        x = x @ transform
+    codes, scale, minimum = quantize_rows(x, rows.group_size, rule, rows.symmetric, metric)
+    rows.write(start, codes, scale, minimum)
+
+
+# Inside the kernel the columns of a rotated row stand in "group order": DIM_TILE = GROUPS_TILE x GROUP_TILE columns,
+# group g from column g * GROUP_TILE on. For a power-of-two head dim that is the order of the channels. For any other,
+# groups and channels are padded to powers of two and the columns that hold no channel are masked.
+
+
+@triton.jit
+def _rotate(
+    x_ptr,
+    transform_ptr,
+    mean_ptr,
+    channels,
+    is_channel,
+    first_token,
+    num_tokens,
+    stride_xt,
+    stride_rk,
+    stride_rn,
+    HAS_TRANSFORM: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+):
+    """(x - mean) @ transform of the tokens of one head, float32 [BLOCK_T, DIM_TILE]; 0 in masked columns."""
+    if HAS_TRANSFORM:
+        # tl.dot wants 16 rows: a smaller tile repeats its tokens.
+        REPEAT: tl.constexpr = 16 // BLOCK_T if BLOCK_T < 16 else 1
+        if BLOCK_T == 1:
+            # One token is a matrix-vector product: the sums stay apart over k until the end, for one reduction in all.
+            partial = tl.zeros([BLOCK_K, DIM_TILE], dtype=tl.float32)
+        else:
+            rotated = tl.zeros([BLOCK_T * REPEAT, DIM_TILE], dtype=tl.float32)
+            row_tokens = first_token + tl.arange(0, BLOCK_T * REPEAT) // REPEAT
+        for k_start in range(0, HEAD_DIM, BLOCK_K):
+            k = k_start + tl.arange(0, BLOCK_K)
+            is_k = k < HEAD_DIM
+            matrix = tl.load(
+                transform_ptr + k[:, None] * stride_rk + channels[None, :] * stride_rn,
+                mask=is_k[:, None] & is_channel[None, :],
+                other=0.0,
+            )
+            if BLOCK_T == 1:
+                # The grid has one program per token, so this token exists.
+                x = tl.load(x_ptr + first_token * stride_xt + k, mask=is_k, other=0.0).to(tl.float32)
+                if HAS_MEAN:
+                    x = x - tl.load(mean_ptr + k, mask=is_k, other=0.0)
+                partial += x[:, None] * matrix
+            else:
+                mask = (row_tokens < num_tokens)[:, None] & is_k[None, :]
+                x = tl.load(x_ptr + row_tokens[:, None] * stride_xt + k[None, :], mask=mask, other=0.0).to(tl.float32)
+                if HAS_MEAN:
+                    x = x - tl.load(mean_ptr + k, mask=is_k, other=0.0)[None, :]
+                rotated = tl.dot(x, matrix, rotated, input_precision="ieee")
+        if BLOCK_T == 1:
+            rotated = tl.sum(partial, axis=0)[None, :]
+        elif REPEAT > 1:
+            rotated = tl.max(tl.reshape(rotated, [BLOCK_T, REPEAT, DIM_TILE]), axis=1)
+    else:
+        tokens = first_token + tl.arange(0, BLOCK_T)
+        mask = (tokens < num_tokens)[:, None] & is_channel[None, :]
+        rotated = tl.load(x_ptr + tokens[:, None] * stride_xt + channels[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_MEAN:
+            rotated = rotated - tl.load(mean_ptr + channels, mask=is_channel, other=0.0)[None, :]
+    return rotated
+
+
+@triton.jit
+def _clip_threshold(x, is_channel, CLIP_INDEX: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Ascending order statistic CLIP_INDEX of |x| per row, float32 [BLOCK_T]: exact, found bit by bit.
+
+    Non-negative floats order as their bits do, and the statistic is the largest value with at most CLIP_INDEX entries
+    below it.
+    """
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = tl.where(is_channel[None, :], magnitude, 0x7FFFFFFF)
+    threshold = tl.zeros([BLOCK_T], dtype=tl.int32)
+    for step in range(31):
+        candidate = threshold | (1 << (30 - step))
+        below = tl.sum((magnitude < candidate[:, None]).to(tl.int32), axis=1)
+        threshold = tl.where(below <= CLIP_INDEX, candidate, threshold)
+    return threshold.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_to_fp16(x, FP16_MAX: tl.constexpr):
+    return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _quantize(x, scale, low, MAX_CODE: tl.constexpr):
+    """Codes as float32. IEEE division: an approximate one moves codes across a rounding boundary."""
+    codes = tl.floor(tl.div_rn(x - low, scale) + 0.5)
+    return tl.minimum(tl.maximum(codes, 0.0), MAX_CODE)
+
+
+@triton.jit
+def _shrink(middle, end, factor):
+    """middle + (end - middle) * factor with both roundings of the reference.
+
+    The product goes through float64, where it is exact: the compiler would fuse a float32 one with the sum.
+    """
+    return middle + ((end - middle).to(tl.float64) * factor.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _weighted_loss(
+    error,
+    metric_ptr,
+    channels,
+    is_channel,
+    stride_mk,
+    stride_mn,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """e M e^T of each row of `error` float32 [ROWS, DIM_TILE], as [ROWS]."""
+    CHUNKS: tl.constexpr = DIM_TILE // BLOCK_K
+    # Registers cannot be sliced, so chunk i of the k axis is picked by a masked sum: columns i, i + CHUNKS, ...
+    chunked = tl.reshape(error, [ROWS, BLOCK_K, CHUNKS])
+    chunk_ids = tl.arange(0, CHUNKS)[None, None, :]
+    product = tl.zeros([ROWS, DIM_TILE], dtype=tl.float32)
+    for i in range(CHUNKS):
+        k = tl.arange(0, BLOCK_K) * CHUNKS + i
+        group, within = k // GROUP_TILE, k % GROUP_TILE
+        is_k = (group < GROUPS) & (within < GROUP_SIZE)
+        k_channels = group * GROUP_SIZE + within
+        matrix = tl.load(
+            metric_ptr + k_channels[:, None] * stride_mk + channels[None, :] * stride_mn,
+            mask=is_k[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        chunk = tl.sum(tl.where(chunk_ids == i, chunked, 0.0), axis=2)
+        product = tl.dot(chunk, matrix, product, input_precision="ieee")
+    return tl.sum(product * error, axis=1)
+
+
+@triton.jit(do_not_specialize=["start", "num_tokens"])
+def _append_kernel(
+    x_ptr,
+    transform_ptr,
+    mean_ptr,
+    metric_ptr,
+    codes_ptr,
+    scale_ptr,
+    min_ptr,
+    start,
+    num_tokens,
+    stride_xb,
+    stride_xh,
+    stride_xt,
+    stride_rh,
+    stride_rk,
+    stride_rn,
+    stride_mean_h,
+    stride_mh,
+    stride_mk,
+    stride_mn,
+    stride_cb,
+    stride_ch,
+    stride_cr,
+    stride_sb,
+    stride_sh,
+    stride_st,
+    HAS_TRANSFORM: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    CLIP_INDEX: tl.constexpr,
+    SEARCH: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    LOW_FACTORS: tl.constexpr,
+    HIGH_FACTORS: tl.constexpr,
+    NUM_FACTORS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    GROUPS_TILE: tl.constexpr,
+    WORDS_TILE: tl.constexpr,
+    PAIRED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FP16_MAX: tl.constexpr,
+    SCALE_FLOOR: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+):
+    """One program: BLOCK_T tokens of one (batch, KV head). Grid (token tiles, H, B).
+
+    x [B, H, T, D] any float dtype; codes int16, or for D = 64 the same memory as bytes; scale and min fp16; all others
+    float32. Strides in elements of their own tensor; the last axis of x, mean, codes, scale and min has stride 1.
+    The CANDIDATES ranges of a search are an axis of the tile, so that all are tried at once, also for a single token.
+    """
+    DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
+    PADDED: tl.constexpr = DIM_TILE != HEAD_DIM
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    first_token = tl.program_id(0).to(tl.int64) * BLOCK_T
+    tokens = first_token + tl.arange(0, BLOCK_T)
+    is_token = tokens < num_tokens
+    columns = tl.arange(0, DIM_TILE)
+    is_channel = (columns // GROUP_TILE < GROUPS) & (columns % GROUP_TILE < GROUP_SIZE)
+    channels = columns // GROUP_TILE * GROUP_SIZE + columns % GROUP_TILE
+
+    x = _rotate(
+        x_ptr + batch * stride_xb + head * stride_xh,
+        transform_ptr + head * stride_rh,
+        mean_ptr + head * stride_mean_h,
+        channels,
+        is_channel,
+        first_token,
+        num_tokens,
+        stride_xt,
+        stride_rk,
+        stride_rn,
+        HAS_TRANSFORM,
+        HAS_MEAN,
+        HEAD_DIM,
+        BLOCK_T,
+        BLOCK_K,
+        DIM_TILE,
+    )
+
+    # The clipped row only sets the range; codes are made of the row itself, and clamp by themselves.
+    clipped = x
+    if CLIP_INDEX >= 0:
+        threshold = _clip_threshold(x, is_channel, CLIP_INDEX, BLOCK_T)[:, None]
+        clipped = tl.minimum(tl.maximum(x, -threshold), threshold)
+    groups = tl.reshape(clipped, [BLOCK_T, GROUPS_TILE, GROUP_TILE])
+    # A group that is padding altogether gets the range 0..0, not an infinite one.
+    group_ids = tl.arange(0, GROUPS_TILE)
+    is_entry = (tl.arange(0, GROUP_TILE) < GROUP_SIZE)[None, None, :] | (group_ids >= GROUPS)[None, :, None]
+    if SYMMETRIC:
+        high = tl.max(tl.abs(groups), axis=2)
+        low = -high
+    else:
+        low = tl.min(tl.where(is_entry, groups, float("inf")), axis=2)
+        high = tl.max(tl.where(is_entry, groups, float("-inf")), axis=2)
+    low, high = low[:, None, :], high[:, None, :]
+    if SEARCH:
+        candidate = tl.arange(0, CANDIDATES)[None, :, None]
+        # Candidates beyond NUM_FACTORS repeat the first one, and the first of equal losses wins.
+        low_factor = tl.full([1, CANDIDATES, 1], LOW_FACTORS[0], dtype=tl.float32)
+        high_factor = tl.full([1, CANDIDATES, 1], HIGH_FACTORS[0], dtype=tl.float32)
+        for i in tl.static_range(1, NUM_FACTORS):
+            low_factor = tl.where(candidate == i, LOW_FACTORS[i], low_factor)
+            high_factor = tl.where(candidate == i, HIGH_FACTORS[i], high_factor)
+        middle = (low + high) * 0.5
+        low, high = _shrink(middle, low, low_factor), _shrink(middle, high, high_factor)
+
+    # Scale and min [BLOCK_T, CANDIDATES, GROUPS_TILE], as fp16 will hold them: codes must fit the stored numbers.
+    scale = _round_to_fp16(tl.maximum(tl.div_rn(high - low, MAX_CODE), SCALE_FLOOR), FP16_MAX)
+    if SYMMETRIC:
+        low = scale * -1.5
+    else:
+        low = _round_to_fp16(low, FP16_MAX)
+
+    if SEARCH:
+        entries = groups[:, None, :, :]
+        codes = _quantize(entries, scale[:, :, :, None], low[:, :, :, None], MAX_CODE)
+        error = low[:, :, :, None] + scale[:, :, :, None] * codes - entries
+        if PADDED:
+            error = tl.where(tl.reshape(is_channel, [1, 1, GROUPS_TILE, GROUP_TILE]), error, 0.0)
+        if WEIGHTED:
+            # The metric couples all channels of a row, so one candidate is chosen for the whole row.
+            loss = _weighted_loss(
+                tl.reshape(error, [BLOCK_T * CANDIDATES, DIM_TILE]),
+                metric_ptr + head * stride_mh,
+                channels,
+                is_channel,
+                stride_mk,
+                stride_mn,
+                GROUP_SIZE,
+                GROUP_TILE,
+                GROUPS,
+                BLOCK_T * CANDIDATES,
+                DIM_TILE,
+                BLOCK_K,
+            )
+            loss = tl.reshape(loss, [BLOCK_T, CANDIDATES, 1])
+        else:
+            loss = tl.sum(error * error, axis=3)
+        best = tl.min(loss, axis=1)[:, None, :]
+        # A row of NaN has no least loss; it takes the first candidate.
+        chosen = tl.min(tl.where(loss == best, candidate, CANDIDATES), axis=1) % CANDIDATES
+        is_chosen = candidate == chosen[:, None, :]
+        scale = tl.sum(tl.where(is_chosen, scale, 0.0), axis=1)
+        low = tl.sum(tl.where(is_chosen, low, 0.0), axis=1)
+    else:
+        scale = tl.reshape(scale, [BLOCK_T, GROUPS_TILE])
+        low = tl.reshape(low, [BLOCK_T, GROUPS_TILE])
+
+    codes = _quantize(tl.reshape(x, [BLOCK_T, GROUPS_TILE, GROUP_TILE]), scale[:, :, None], low[:, :, None], MAX_CODE)
+    codes = tl.reshape(codes.to(tl.int32), [BLOCK_T, DIM_TILE])
+
+    targets = start + tokens
+    scale_offsets = batch * stride_sb + head * stride_sh + targets[:, None] * stride_st + group_ids[None, :]
+    scale_mask = is_token[:, None] & (group_ids < GROUPS)[None, :]
+    tl.store(scale_ptr + scale_offsets, scale.to(tl.float16), mask=scale_mask)
+    if not SYMMETRIC:
+        tl.store(min_ptr + scale_offsets, low.to(tl.float16), mask=scale_mask)
+
+    codes_ptr += batch * stride_cb + head * stride_ch
+    if PAIRED:
+        # Two tokens share a row of words, but never a byte: byte stores leave the neighbour alone.
+        crumbs = tl.reshape(codes, [BLOCK_T, 4, 16]) << (2 * tl.arange(0, 4))[None, :, None]
+        byte = tl.arange(0, 16)
+        addresses = (targets // 2 * stride_cr + targets % 2)[:, None] + 2 * byte[None, :]
+        tl.store(
+            codes_ptr + addresses, tl.sum(crumbs, axis=1).to(tl.uint8), mask=is_token[:, None] & (byte < 16)[None, :]
+        )
+    else:
+        WORDS: tl.constexpr = HEAD_DIM // 8
+        if PADDED:
+            crumb = tl.arange(0, 8 * WORDS_TILE)
+            channel = tl.minimum(crumb // WORDS_TILE * WORDS + crumb % WORDS_TILE, HEAD_DIM - 1)
+            source = channel // GROUP_SIZE * GROUP_TILE + channel % GROUP_SIZE
+            codes = tl.gather(codes, tl.broadcast_to(source[None, :], [BLOCK_T, 8 * WORDS_TILE]), axis=1)
+        crumbs = tl.reshape(codes, [BLOCK_T, 8, WORDS_TILE]) << (2 * tl.arange(0, 8))[None, :, None]
+        word = tl.arange(0, WORDS_TILE)
+        addresses = targets[:, None] * stride_cr + word[None, :]
+        mask = is_token[:, None] & (word < WORDS)[None, :]
+        tl.store(codes_ptr + addresses, tl.sum(crumbs, axis=1).to(tl.int16), mask=mask)
+
+
+# Up to about two programs per SM of a large GPU, a program per token finishes before a program per tile does.
+_MAX_SINGLE_TOKENS = 256
+
+
+def _tile_dims(head_dim: int, group_size: int) -> tuple[int, int]:
+    """Columns of a group and groups of a row, as the kernel pads them to powers of two."""
+    group_tile, groups_tile = next_power_of_two(group_size), next_power_of_two(head_dim // group_size)
+    # A matrix product wants 16 along k, which a head dim of 8 does not have.
+    return max(group_tile, 16 // groups_tile), groups_tile
+
+
+def _tile_size(single_token: bool, dim_tile: int, factors: int, weighted: bool) -> tuple[int, int, int]:
+    """Tokens per program, candidate ranges per token, warps per program: the fastest tried on an H200 at D = 128."""
+    candidates = next_power_of_two(factors)
+    if single_token:
+        # tl.dot wants 16 rows, here the candidates of a search.
+        return 1, 16 if candidates > 1 else 1, 4
+    if candidates == 1:
+        return min(64, 4096 // dim_tile), 1, 4
+    if not weighted:
+        return min(128, 8192 // dim_tile) // candidates, candidates, 4
+    block_t = min(128 // candidates, 512 // dim_tile)
+    return block_t, candidates, max(4, block_t * candidates * dim_tile // 1024)
+
+
+# The launch of a single token takes about as long on the host as on the GPU, so what never changes is worked out once.
+@functools.lru_cache(maxsize=256)
+def _plan(head_dim: int, group_size: int, symmetric: bool, rule: ScaleRule, single_token: bool) -> dict:
+    """The compile-time arguments of the kernel, except whether there is a transform and a mean."""
+    check_group_size(head_dim, group_size)
+    group_tile, groups_tile = _tile_dims(head_dim, group_size)
+    dim_tile = group_tile * groups_tile
+    factors = rule.factors() if rule.search else [(1.0, 1.0)]
+    weighted = rule.search and rule.weighted
+    block_t, candidates, num_warps = _tile_size(single_token, dim_tile, len(factors), weighted)
+    clip_index = -1
+    # The largest entry as threshold clips nothing.
+    if rule.clip is not None and int(rule.clip * head_dim) < head_dim - 1:
+        clip_index = int(rule.clip * head_dim)
+    return {
+        "SYMMETRIC": symmetric,
+        "CLIP_INDEX": clip_index,
+        "SEARCH": rule.search,
+        "WEIGHTED": weighted,
+        "LOW_FACTORS": tuple(low for low, _ in factors),
+        "HIGH_FACTORS": tuple(high for _, high in factors),
+        "NUM_FACTORS": len(factors),
+        "HEAD_DIM": head_dim,
+        "GROUP_SIZE": group_size,
+        "GROUPS": head_dim // group_size,
+        "GROUP_TILE": group_tile,
+        "GROUPS_TILE": groups_tile,
+        "WORDS_TILE": next_power_of_two(head_dim // 8),
+        "PAIRED": tokens_per_row(head_dim) == 2,
+        "BLOCK_T": block_t,
+        "CANDIDATES": candidates,
+        "BLOCK_K": min(32, dim_tile),
+        "FP16_MAX": FP16_MAX,
+        "SCALE_FLOOR": SCALE_FLOOR,
+        "MAX_CODE": MAX_CODE,
+        "num_warps": num_warps,
+    }
+
+
+def _matrix_strides(matrix: Tensor | None) -> tuple[int, int, int]:
+    """Strides of a [H, D, D] matrix; a [D, D] one is shared, with head stride 0."""
+    return (0, 0, 0) if matrix is None else ((0,) if matrix.dim() == 2 else ()) + matrix.stride()
+
+
+def append_rows_triton(rows, start, x, transform, mean, rule, metric) -> None:
+    """`append_rows_reference` as one Triton launch, on the GPU that holds x (or in the interpreter)."""
+    batch, heads, num_tokens, head_dim = x.shape
+    codes, scale = rows.codes, rows.scale
+    if codes.shape[:2] != x.shape[:2] or rows.head_dim != head_dim:
+        wanted = (*codes.shape[:2], "T", rows.head_dim)
+        raise ValueError(f"rows must be [B, H, T, D] = {wanted} to fit the store, got {tuple(x.shape)}")
+    if rule.weighted and metric is None:
+        raise ValueError("a weighted search needs the error metric of the artifact: got none")
+    paired = tokens_per_row(head_dim) == 2
+    room, stop = min(scale.shape[2], codes.shape[2] * (2 if paired else 1)), start + num_tokens
+    if start < 0 or stop > room:
+        raise ValueError(f"tokens {start}..{stop - 1} do not fit the capacity {room}: reserve first")
+    if num_tokens * batch * heads == 0:
+        return
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    if mean is not None and mean.stride(-1) != 1:
+        mean = mean.contiguous()
+    if paired:
+        codes = codes.view(torch.uint8)
+    single_token = num_tokens * batch * heads <= _MAX_SINGLE_TOKENS
+    plan = _plan(head_dim, rows.group_size, rows.symmetric, rule, single_token)
+    metric = metric if plan["WEIGHTED"] else None
+    with on_device(x.device):
+        _append_kernel[(-(-num_tokens // plan["BLOCK_T"]), heads, batch)](
+            x,
+            x if transform is None else transform,
+            x if mean is None else mean,
+            x if metric is None else metric,
+            codes,
+            scale,
+            scale if rows.symmetric else rows.min,
+            start,
+            num_tokens,
+            *x.stride()[:3],
+            *_matrix_strides(transform),
+            0 if mean is None else mean.stride(0),
+            *_matrix_strides(metric),
+            *codes.stride()[:3],
+            *scale.stride()[:3],
+            transform is not None,
+            mean is not None,
+            **plan,
+        )
+
+
+def _kernel_problem(head_dim: int, group_size: int) -> str:
+    """Why the kernel cannot take this head dim and group size, or an empty string."""
+    problem = head_dim_problem(head_dim)
+    if not problem:
+        group_tile, groups_tile = _tile_dims(head_dim, group_size)
+        if group_tile * groups_tile > MAX_HEAD_DIM:
+            problem = f"head dim {head_dim} in groups of {group_size} pads to more than {MAX_HEAD_DIM} columns"
+    return problem
+
+
+def append_rows(rows, start, x, transform, mean, rule, metric) -> None:
+    """`append_rows_reference` through the fastest path that can run on the device of x."""
+    problem = can_launch(x.device)[1] or _kernel_problem(rows.head_dim, rows.group_size)
+    if problem:
+        fall_back(x.device, problem)
+        append_rows_reference(rows, start, x, transform, mean, rule, metric)
+    else:
+        append_rows_triton(rows, start, x, transform, mean, rule, metric)

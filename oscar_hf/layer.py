@@ -1,0 +1,453 @@
+"""OscarLayer: the keys and values of one layer in three regions, sink / history / recent, and every operation on them.
+
+Slots are positions in the sequence, padding included, 0-based. Of `tokens` slots in all,
+    [0, sink)                        are exact, in the sink buffer,
+    [sink, sink + history)           are packed, history token j being slot sink + j,
+    [sink + history, tokens)         are exact, slot s at ring index (s - sink) % ring size.
+A token once packed stays packed. `tokens`, `history` and `starts` are the only counters; all else follows from them.
+
+In a left-padded batch row b begins at slot starts[b], and its sink is the first `sink` real tokens, slots starts[b] ..
+starts[b] + sink - 1: entry i of its sink buffer is slot starts[b] + i. What of those lies beyond slot `sink` is packed like
+every other slot, too, so that all rows share one layout; attention then leaves the packed copy out.
+
+New tokens of a call stay exact during that call. They are placed at once if they are few, so that a single kernel can read
+everything, and after attention if they are many (a prompt), so that at most one layer holds its prompt in full. Up to
+DRAFT_MARGIN tokens of the latest call stay exact beyond the recent window: rejected draft tokens leave no trace.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from .artifact import Artifact
+from .attention import exact_attention, packed_attention, packed_scores, packed_weighted_sum
+from .config import OscarConfig
+from .errors import ArtifactError, CacheStateError, UnsupportedModelError
+from .handle import OscarKV
+from .kernels.append import append_rows
+from .kernels.dequantize import dequantize_rows
+from .packed import PackedRows
+
+DRAFT_MARGIN = 32
+
+
+class CallView:
+    """One call's view of a layer: what the two handles of an update refer to.
+
+    Of the first call of a sequence it holds the exact keys and values, so that attention over a prompt is exact even after
+    the layer has packed them. Later views read the layer and become stale with its next update.
+    """
+
+    def __init__(self, layer: "OscarLayer", keys: Tensor, values: Tensor, is_first: bool):
+        self.layer, self.version = layer, layer.version
+        self.exact = (keys, values) if is_first else None
+        self.kv_heads, self.dtype, self.device = keys.shape[1], keys.dtype, keys.device
+
+    @property
+    def dense_is_free(self) -> bool:
+        """Whether `dense` returns what is there already."""
+        return self.exact is not None
+
+    def _check_fresh(self) -> None:
+        if self.version != self.layer.version:
+            raise CacheStateError(
+                "these keys and values belong to an earlier update of the cache: use the ones that the last update returned"
+            )
+
+    def attend(self, query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, repeat: int) -> Tensor:
+        """Attention output [B, Hq, M, Dv] in the query's dtype; arguments as in scaled_dot_product_attention."""
+        if self.exact is not None:
+            self.layer.observe_mask(self, mask)
+            return exact_attention(query, *self.exact, mask, is_causal, scale, repeat)
+        self._check_fresh()
+        self.layer.observe_mask(self, mask)
+        return packed_attention(self.layer, query, mask, is_causal, scale)
+
+    def scores(self, query: Tensor) -> Tensor:
+        """query k^T of eager attention, [B, Hq, M, T], unscaled."""
+        if self.exact is not None:
+            return torch.matmul(query, _repeat(self.exact[0], query.shape[1]).transpose(2, 3))
+        self._check_fresh()
+        return packed_scores(self.layer, query)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """weights v of eager attention, [B, Hq, M, Dv]."""
+        self.layer.observe_weights(self, weights)
+        if self.exact is not None:
+            return torch.matmul(weights, _repeat(self.exact[1], weights.shape[1]))
+        self._check_fresh()
+        return packed_weighted_sum(self.layer, weights)
+
+    def dense(self, kind: str) -> Tensor:
+        """Dense keys ("k") or values ("v"), [B, H, T, D]."""
+        if self.exact is not None:
+            return self.exact[kind == "v"]
+        self._check_fresh()
+        return self.layer.dense(kind)
+
+
+def _repeat(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+class OscarLayer(CacheLayerMixin):
+    """A growing layer. See the module's text for the layout; `config` and `artifact` say how rows are quantized."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = True
+
+    def __init__(self, config: OscarConfig, artifact: Artifact, layer_idx: int, returns_dense: bool = False):
+        super().__init__()
+        self.config, self.artifact, self.layer_idx = config, artifact, layer_idx
+        self.returns_dense = returns_dense
+        self.version = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Counters of an empty layer."""
+        self.tokens = self.history = 0
+        self.starts: list[int] | None = None
+        # Until a mask, or the lack of one, says where each row begins.
+        self.starts_known = self._mask_seen = False
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self._pending_view: CallView | None = None
+
+    def __repr__(self) -> str:
+        return f"OscarLayer(tokens={self.get_seq_length()}, history={self.history})"
+
+    def __getstate__(self):
+        # Copies and pickles hold placed tokens only: a waiting prompt may carry an autograd graph.
+        self.commit()
+        return self.__dict__.copy()
+
+    # -------------------------------------------------------------------------------------------------- geometry
+    @property
+    def sink(self) -> int:
+        """Size of the sink region in tokens."""
+        return self.config.sink_tokens
+
+    @property
+    def ring_size(self) -> int:
+        """Slots of the recent buffer: the window before a call and the few tokens of the call."""
+        return self.config.recent_tokens - 1 + DRAFT_MARGIN
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate windows and empty packed stores for [B, H, *, D] keys and values."""
+        self._check_geometry(key_states, value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.kv_heads, _, key_dim = key_states.shape
+        value_dim = value_states.shape[3]
+        self.constants = self.artifact.constants(self.layer_idx, self.device, key_dim, value_dim)
+        self._check_constants(key_dim, value_dim)
+        shape = (self.batch_size, self.kv_heads)
+        self.sink_keys = key_states.new_zeros(*shape, self.sink, key_dim)
+        self.sink_values = value_states.new_zeros(*shape, self.sink, value_dim)
+        self.ring_keys = key_states.new_zeros(*shape, self.ring_size, key_dim)
+        self.ring_values = value_states.new_zeros(*shape, self.ring_size, value_dim)
+        config = self.config
+        self.key_rows = PackedRows(*shape, key_dim, config.group_size_for(key_dim), config.key_symmetric, self.device)
+        self.value_rows = PackedRows(
+            *shape, value_dim, config.group_size_for(value_dim), config.value_symmetric, self.device
+        )
+        self.is_initialized = True
+
+    def _check_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
+        if key_states.dim() != 4 or value_states.shape[:3] != key_states.shape[:3]:
+            raise UnsupportedModelError(
+                f"layer {self.layer_idx} passed keys {list(key_states.shape)} and values {list(value_states.shape)}: "
+                "the cache holds [batch, KV heads, tokens, head dim] of equal first three sizes (no latent attention)"
+            )
+        for name, states in (("keys", key_states), ("values", value_states)):
+            if not states.is_floating_point():
+                raise UnsupportedModelError(
+                    f"layer {self.layer_idx}: {name} are {states.dtype}, allowed are floating types"
+                )
+            if states.shape[3] % 8:
+                raise UnsupportedModelError(
+                    f"layer {self.layer_idx}: {name} have head dim {states.shape[3]}, allowed are multiples of 8"
+                )
+
+    def _check_constants(self, key_dim: int, value_dim: int) -> None:
+        constants = self.constants
+        made_for = (constants.key_dim, constants.value_dim)
+        heads = [t.shape[0] for name, t in constants.tensors().items() if name == "key_mean" or t.dim() == 3]
+        expected = self.config.per_layer("num_key_value_heads", self.layer_idx)
+        if (
+            made_for != (key_dim, value_dim)
+            or any(h != self.kv_heads for h in heads)
+            or (expected is not None and not self.artifact.is_data_free and expected != self.kv_heads)
+        ):
+            raise ArtifactError(
+                f"{self.artifact.source} was made for {heads[0] if heads else expected or 'any number of'} KV heads of dim "
+                f"{made_for[0]} (values {made_for[1]}) in layer {self.layer_idx}, the model has {self.kv_heads} of dim "
+                f"{key_dim} (values {value_dim}): use the artifact of this model"
+            )
+
+    def _check_fits(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._check_geometry(key_states, value_states)
+        given = (key_states.shape[0], key_states.shape[1], key_states.shape[3], value_states.shape[3])
+        held = (self.batch_size, self.kv_heads, self.sink_keys.shape[3], self.sink_values.shape[3])
+        if given != held:
+            raise CacheStateError(
+                f"layer {self.layer_idx} holds (batch, KV heads, key dim, value dim) = {held}, but the model passed {given}: "
+                "use a new cache, or select or repeat its batch first"
+            )
+
+    # -------------------------------------------------------------------------------------------------- update
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Add the tokens of a call, [B, H, M, D]; returns two OscarKV handles over all tokens (dense tensors on request)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check_fits(key_states, value_states)
+        self.commit()
+        self.version += 1
+        is_first, new = self.tokens == 0, key_states.shape[2]
+        view = CallView(self, key_states, value_states, is_first)
+        if is_first or new > DRAFT_MARGIN or not self.starts_known:
+            self.pending, self._pending_view = (key_states, value_states), view
+        else:
+            self._place(key_states, value_states)
+        if self.returns_dense:
+            return view.dense("k"), view.dense("v")
+        total = self.get_seq_length()
+        shape = (self.batch_size, self.kv_heads, total)
+        return OscarKV(view, "k", (*shape, key_states.shape[3])), OscarKV(view, "v", (*shape, value_states.shape[3]))
+
+    def commit(self) -> None:
+        """Place the tokens of the latest call if they are still waiting; idempotent."""
+        if self.pending is None:
+            return
+        (keys, values), self.pending, self._pending_view = self.pending, None, None
+        # No mask was shown (flash attention): every row is taken to begin at slot 0.
+        self.starts_known = self.starts_known or not self._mask_seen
+        # The computation that made them may require gradients; what is stored never does.
+        self._place(keys.detach(), values.detach())
+
+    @torch.no_grad()
+    def _place(self, keys: Tensor, values: Tensor) -> None:
+        """Put new tokens into sink and ring, first packing what must leave the exact region."""
+        first, new = self.tokens, keys.shape[2]
+        total = first + new
+        exact = self.config.recent_tokens - 1 + min(new, DRAFT_MARGIN)
+        history = max(self.history, total - self.sink - exact)
+        begin, end = self.sink + self.history, self.sink + history
+        if history > self.history:
+            leaving_keys = self._slots(self.ring_keys, keys, begin, end)
+            leaving_values = self._slots(self.ring_values, values, begin, end)
+            self._append_history(leaving_keys, leaving_values)
+        # Slots of the sink region go to the sink buffer alone.
+        sinking = min(self.sink, total) - first
+        if sinking > 0:
+            self._write_sink(first, keys[:, :, :sinking], values[:, :, :sinking])
+        begin = max(first, self.sink + history)
+        if begin < total:
+            index = self.ring_index(begin, total)
+            self.ring_keys[:, :, index] = keys[:, :, begin - first :].to(self.dtype)
+            self.ring_values[:, :, index] = values[:, :, begin - first :].to(self.dtype)
+        self.tokens, self.history = total, history
+
+    def ring_index(self, begin: int, end: int) -> Tensor | slice:
+        """Ring positions of slots begin..end-1."""
+        first = (begin - self.sink) % self.ring_size
+        if first + end - begin <= self.ring_size:
+            return slice(first, first + end - begin)
+        return (torch.arange(begin - self.sink, end - self.sink, device=self.device)) % self.ring_size
+
+    def _slots(self, ring: Tensor, new: Tensor, begin: int, end: int) -> Tensor:
+        """Exact rows of slots begin..end-1, the older ones from the ring, the rest from the new tokens."""
+        middle = min(max(begin, self.tokens), end)
+        parts = []
+        if begin < middle:
+            parts.append(ring[:, :, self.ring_index(begin, middle)])
+        if middle < end:
+            parts.append(new[:, :, middle - self.tokens : end - self.tokens])
+        return parts[0] if len(parts) == 1 else torch.cat([part.to(self.dtype) for part in parts], 2)
+
+    def _append_history(self, keys: Tensor, values: Tensor) -> None:
+        """Pack rows as history tokens self.history.. ; the owner then raises the counter."""
+        config, constants, count = self.config, self.constants, keys.shape[2]
+        for rows in (self.key_rows, self.value_rows):
+            rows.reserve(self.history + count)
+        append_rows(
+            self.key_rows, self.history, keys, constants.key_transform, constants.key_mean, config.key_rule,
+            constants.key_metric,
+        )  # fmt: skip
+        append_rows(self.value_rows, self.history, values, constants.value_transform, None, config.value_rule, None)
+        if self.starts is not None and self.history < max(self.starts):
+            self._write_sink(self.sink + self.history, keys, values)
+
+    def _write_sink(self, first: int, keys: Tensor, values: Tensor) -> None:
+        """Copy those of slots first.. that belong to a row's sink into its sink buffer."""
+        last = first + keys.shape[2]
+        if self.starts is None:
+            last = min(last, self.sink)
+            self.sink_keys[:, :, first:last] = keys[:, :, : last - first].to(self.dtype)
+            self.sink_values[:, :, first:last] = values[:, :, : last - first].to(self.dtype)
+            return
+        for row, start in enumerate(self.starts):
+            begin, end = max(first, start), min(last, start + self.sink)
+            if begin < end:
+                target, source = slice(begin - start, end - start), slice(begin - first, end - first)
+                self.sink_keys[row, :, target] = keys[row, :, source].to(self.dtype)
+                self.sink_values[row, :, target] = values[row, :, source].to(self.dtype)
+
+    # -------------------------------------------------------------------------------------------------- padding
+    def observe_mask(self, view: CallView, mask: Tensor | None) -> None:
+        """Learn from the attention mask of a call where each row begins: its first slot that the last query sees."""
+        if self.starts_known or view is not self._pending_view:
+            return
+        if mask is None:
+            self.starts_known = True
+            return
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        self._learn_starts(visible[:, :, -1, : self.get_seq_length()].any(1))
+
+    def observe_weights(self, view: CallView, weights: Tensor) -> None:
+        """The same from eager attention's weights: a slot that no head of the last query gives weight to is padding."""
+        if self.starts_known or view is not self._pending_view:
+            return
+        last = weights[:, :, -1]
+        # Eager attention gives a row that is masked entirely the same weight everywhere.
+        masked = (last == last[:, :1, :1]).flatten(1).all(1) if last.shape[-1] > 1 else last.new_zeros(1).bool()
+        self._learn_starts((last > 0).any(1) & ~masked[:, None])
+
+    def set_starts(self, starts: list[int]) -> None:
+        """State where each row begins, before the first update."""
+        if self.get_seq_length():
+            raise CacheStateError(
+                "the padding must be given before the first tokens: call cache.reset() or use a new cache"
+            )
+        self.starts, self.starts_known = (starts if any(starts) else None), True
+
+    def _learn_starts(self, visible: Tensor) -> None:
+        """visible: bool [B | 1, T], whether the last query of a row sees a slot."""
+        total = visible.shape[-1]
+        visible = visible.expand(self.batch_size, total)
+        seen = torch.where(visible.any(-1), visible.int().argmax(-1), total).tolist()
+        # What an earlier call settled stays: only rows that were still inside their padding are decided now.
+        known = self.starts or [0 if self._mask_seen else self.tokens] * self.batch_size
+        starts = [old if old < self.tokens else new for old, new in zip(known, seen)]
+        # A row that sees nothing yet is still inside its padding: the next call tells more.
+        self.starts_known, self._mask_seen = all(start < total for start in starts), True
+        self.starts = starts if any(starts) else None
+
+    def row_starts(self) -> Tensor:
+        """`starts` as int64 [B] on the layer's device."""
+        return torch.tensor(self.starts, dtype=torch.int64, device=self.device)
+
+    # -------------------------------------------------------------------------------------------------- reading
+    @torch.no_grad()
+    def dense(self, kind: str) -> Tensor:
+        """All tokens of one kind as a dense tensor [B, H, T, D] in the model's dtype, the history dequantized."""
+        is_key = kind == "k"
+        sink, ring = (self.sink_keys, self.ring_keys) if is_key else (self.sink_values, self.ring_values)
+        constants, exact = self.constants, min(self.sink, self.tokens)
+        parts = [sink[:, :, :exact] if self.starts is None else sink.new_zeros(*sink.shape[:2], exact, sink.shape[3])]
+        if self.history:
+            rows, inverse, mean = (
+                (self.key_rows, constants.key_inverse, constants.key_mean)
+                if is_key
+                else (self.value_rows, constants.value_inverse, None)
+            )
+            parts.append(dequantize_rows(rows, 0, self.history, inverse, mean, self.dtype))
+        begin = self.sink + self.history
+        if begin < self.tokens:
+            parts.append(ring[:, :, self.ring_index(begin, self.tokens)])
+        if self.pending is not None:
+            parts.append(self.pending[not is_key])
+        dense = torch.cat(parts, 2)
+        if self.starts is not None:
+            packed_end = min(self.tokens, begin)
+            for row, start in enumerate(self.starts):
+                count = min(start + self.sink, packed_end) - start
+                if count > 0:
+                    dense[row, :, start : start + count] = sink[row, :, :count]
+        return dense
+
+    def get_seq_length(self) -> int:
+        """Slots held, padding included."""
+        return self.tokens + (self.pending[0].shape[2] if self.pending is not None else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the mask for a call with `query_length` new tokens."""
+        return self.get_seq_length() + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        """-1: a growing layer has no maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """Older name of `get_max_length`."""
+        return self.get_max_length()
+
+    # -------------------------------------------------------------------------------------------------- operations
+    def _map(self, function) -> None:
+        """Apply `function` to every stored tensor."""
+        for name in ("sink_keys", "sink_values", "ring_keys", "ring_values"):
+            setattr(self, name, function(getattr(self, name)))
+        self.key_rows.map(function)
+        self.value_rows.map(function)
+
+    def _select(self, function, rows) -> None:
+        if not self.is_initialized:
+            return
+        self.commit()
+        self._map(function)
+        self.batch_size = self.sink_keys.shape[0]
+        if self.starts is not None:
+            self.starts = rows(self.starts)
+            self.starts = self.starts if any(self.starts) else None
+        self.version += 1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Gather rows of the batch, bit for bit: nothing is quantized again."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` of the batch (integers, or a bool mask)."""
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self._select(
+            lambda t: t.index_select(0, indices.to(t.device)), lambda starts: [starts[i] for i in indices.tolist()]
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch `repeats` times."""
+        self._select(
+            lambda t: t.repeat_interleave(repeats, 0), lambda starts: [s for s in starts for _ in range(repeats)]
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove tokens (a negative number, or 0 for none). A positive number is the length to
+        keep, as older callers mean it."""
+        self.commit()
+        count = int(tokens_to_remove)
+        keep = min(count, self.tokens) if count > 0 else max(self.tokens + count, 0)
+        if keep == self.tokens:
+            return
+        self.version += 1
+        self.tokens, self.history = keep, min(self.history, max(0, keep - self.sink))
+        if keep == 0:
+            self._forget()
+        elif self.starts is not None:
+            # A row of which nothing is left but padding begins with whatever comes next.
+            self.starts = [min(start, keep) for start in self.starts]
+
+    def reset(self) -> None:
+        """Forget all tokens but keep the buffers."""
+        self.version += 1
+        self._forget()
+
+    def offload(self) -> None:
+        """Move the stored tensors to the CPU."""
+        if self.is_initialized:
+            self.commit()
+            self._map(lambda t: t.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move the stored tensors back to the layer's device."""
+        if self.is_initialized and self.sink_keys.device != self.device:
+            self._map(lambda t: t.to(self.device, non_blocking=True))

@@ -1,0 +1,187 @@
+"""Reference quantizer in plain PyTorch: the specification that every kernel is tested against.
+
+Three pure functions apart from storage: `choose_qparams` picks scale and min, `quantize` makes codes 0..3, `dequantize`
+reads them back. A row is one rotated key or value of one token and KV head, [D]; a group is `group_size` neighbouring
+channels of a row that share one scale and one min.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_CODE = 3
+SCALE_FLOOR = 1e-6
+FP16_MAX = 65504.0
+SHRINK_FACTORS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52)
+END_SHRINK_FACTORS = (1.0, 0.85, 0.7, 0.55)
+# Candidates x row elements that a search holds at once; bounds the memory of a long prefill.
+_SEARCH_ELEMENTS = 1 << 24
+
+_PERCENTILE = re.compile(r"percentile\(\s*(none|[0-9.]+)\s*\)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How the range of a row is chosen.
+
+    clip: fraction c of `percentile(c)`, or None for the plain min-max range.
+    search: try shrunken ranges and keep the least error. weighted: measure that error as e M e^T with the metric M of
+    the artifact, one factor for the whole row. both_ends: shrink the two ends of the range apart.
+    """
+
+    clip: float | None = None
+    search: bool = False
+    weighted: bool = False
+    both_ends: bool = False
+
+    NAMES = "percentile(c) with 0 < c <= 1, percentile(none), search, weighted_search, weighted_search_both_ends"
+
+    @classmethod
+    def parse(cls, name: str) -> "ScaleRule":
+        """Read the name used in OscarConfig. Raises ValueError that lists the allowed names."""
+        if name == "search":
+            return cls(search=True)
+        if name == "weighted_search":
+            return cls(search=True, weighted=True)
+        if name == "weighted_search_both_ends":
+            return cls(search=True, weighted=True, both_ends=True)
+        match = _PERCENTILE.fullmatch(name) if isinstance(name, str) else None
+        if match:
+            if match[1].lower() == "none":
+                return cls()
+            try:
+                clip = float(match[1])
+            except ValueError:
+                clip = -1.0
+            if clip == 0:
+                return cls()
+            if 0 < clip <= 1:
+                return cls(clip=clip)
+        raise ValueError(f"unknown scale rule {name!r}: use one of {cls.NAMES}")
+
+    def factors(self) -> list[tuple[float, float]]:
+        """The (lower end, upper end) shrink factors that the search tries, the unshrunken range first."""
+        if self.both_ends:
+            return [(low, high) for low in END_SHRINK_FACTORS for high in END_SHRINK_FACTORS]
+        return [(factor, factor) for factor in SHRINK_FACTORS]
+
+
+def round_to_fp16(x: Tensor) -> Tensor:
+    """Value of x once stored in fp16, saturating instead of overflowing; same dtype as x."""
+    return x.clamp(-FP16_MAX, FP16_MAX).to(torch.float16).to(x.dtype)
+
+
+def clip_threshold(x: Tensor, clip: float) -> Tensor:
+    """Per-row threshold [..., 1]: the ascending order statistic min(int(clip * D), D - 1) of |x| over the whole row."""
+    dim = x.shape[-1]
+    index = min(int(clip * dim), dim - 1)
+    return x.abs().sort(-1).values[..., index : index + 1]
+
+
+def _grouped(x: Tensor, group_size: int) -> Tensor:
+    return x.unflatten(-1, (x.shape[-1] // group_size, group_size))
+
+
+def check_group_size(dim: int, group_size: int) -> None:
+    """Raise ValueError unless group_size divides dim."""
+    if group_size < 1 or dim % group_size:
+        raise ValueError(f"group_size must divide the head dim: got group_size {group_size} for head dim {dim}")
+
+
+def choose_qparams(
+    x: Tensor, group_size: int, rule: ScaleRule, symmetric: bool = False, metric: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Choose scale and min of each group.
+
+    x: rotated rows, float32 or float64 [..., D]. metric: [D, D], or [H, D, D] matching dim -3 of x; required by a
+    weighted rule. Returns fp16 (scale, min), each [..., D / group_size]; min is None when symmetric, where a code c
+    stands for scale * (c - 1.5). Both saturate in fp16 and scale is at least 1e-6, so a constant, zero, huge or
+    denormal row stays finite.
+    """
+    check_group_size(x.shape[-1], group_size)
+    if rule.weighted and metric is None:
+        raise ValueError("a weighted search needs the error metric of the artifact: got none")
+    if rule.clip is not None:
+        threshold = clip_threshold(x, rule.clip)
+        x = x.clamp(-threshold, threshold)
+    groups = _grouped(x, group_size)
+    if symmetric:
+        high = groups.abs().amax(-1)
+        low = -high
+    else:
+        low, high = groups.amin(-1), groups.amax(-1)
+    if rule.search:
+        scale, low = _search(x, low, high, group_size, rule, symmetric, metric)
+    else:
+        scale, low = _qparams_of_range(low, high, symmetric)
+    return scale.to(torch.float16), None if symmetric else low.to(torch.float16)
+
+
+def _qparams_of_range(low: Tensor, high: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scale and min of a range, already rounded to what fp16 will hold."""
+    scale = round_to_fp16(((high - low) / MAX_CODE).clamp(min=SCALE_FLOOR))
+    return scale, scale * -1.5 if symmetric else round_to_fp16(low)
+
+
+def _search(x, low, high, group_size, rule, symmetric, metric):
+    """Least-error range among the shrunken ones; a strictly smaller error wins, so ties keep the wider range."""
+    middle = (low + high) / 2
+    best_error = best_scale = best_low = None
+    for low_factor, high_factor in rule.factors():
+        scale, candidate = _qparams_of_range(
+            middle + (low - middle) * low_factor, middle + (high - middle) * high_factor, symmetric
+        )
+        error = dequantize(quantize(x, scale, candidate), scale, candidate) - x
+        if rule.weighted:
+            # The metric couples all channels of a row, so one factor is chosen for the whole row.
+            loss = ((error @ metric.to(error.dtype)) * error).sum(-1, keepdim=True).expand_as(scale)
+        else:
+            loss = _grouped(error, group_size).square().sum(-1)
+        if best_error is None:
+            best_error, best_scale, best_low = loss, scale, candidate
+        else:
+            better = loss < best_error
+            best_error = torch.where(better, loss, best_error)
+            best_scale, best_low = torch.where(better, scale, best_scale), torch.where(better, candidate, best_low)
+    return best_scale, best_low
+
+
+def _minimum(scale: Tensor, minimum: Tensor | None) -> Tensor:
+    return scale * -1.5 if minimum is None else minimum
+
+
+def quantize(x: Tensor, scale: Tensor, minimum: Tensor | None) -> Tensor:
+    """Codes uint8 [..., D]: floor((x - min) / scale + 0.5) clamped to 0..3.
+
+    x float32 or float64 [..., D]; scale and min [..., D / group_size] as `choose_qparams` returns them. min None means
+    symmetric. Clamping the codes is the same as clamping x to the range first.
+    """
+    group_size = x.shape[-1] // scale.shape[-1]
+    scale = scale.to(x.dtype)
+    low = _minimum(scale, None if minimum is None else minimum.to(x.dtype))
+    codes = ((_grouped(x, group_size) - low[..., None]) / scale[..., None] + 0.5).floor().clamp(0, MAX_CODE)
+    return codes.flatten(-2).to(torch.uint8)
+
+
+def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """min + scale * code, [..., D], computed in `dtype` (default: float32, or the dtype of scale if it is wider)."""
+    dtype = dtype or torch.promote_types(scale.dtype, torch.float32)
+    scale = scale.to(dtype)
+    low = _minimum(scale, None if minimum is None else minimum.to(dtype))
+    group_size = codes.shape[-1] // scale.shape[-1]
+    return (low[..., None] + scale[..., None] * _grouped(codes, group_size).to(dtype)).flatten(-2)
+
+
+def quantize_rows(
+    x: Tensor, group_size: int, rule: ScaleRule, symmetric: bool = False, metric: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`choose_qparams` and `quantize` of rotated rows [B, H, T, D], in slices of T that bound the memory of a search."""
+    rows = max(1, _SEARCH_ELEMENTS // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
+    parts = []
+    for piece in x.split(rows, dim=2) if x.shape[2] else (x,):
+        scale, minimum = choose_qparams(piece, group_size, rule, symmetric, metric)
+        parts.append((quantize(piece, scale, minimum), scale, minimum))
+    codes, scale, minimum = zip(*parts)
+    return torch.cat(codes, 2), torch.cat(scale, 2), None if symmetric else torch.cat(minimum, 2)

@@ -1,0 +1,316 @@
+"""OscarCache and OscarLayer: regions, counters, operations on packed data, memory report, errors."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tiny_models import prompt, tiny_config, tiny_model
+
+from oscar_hf import Artifact, ArtifactError, CacheStateError, OscarCache, OscarError, UnsupportedModelError
+from oscar_hf.layer import DRAFT_MARGIN, OscarLayer
+
+WINDOWS = dict(sink_tokens=4, recent_tokens=8)
+
+
+def new_cache(**overrides):
+    return OscarCache(tiny_config("llama"), recipe="hadamard", **{**WINDOWS, **overrides})
+
+
+def states(count, batch=2, heads=2, dim=16, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, heads, count, dim, generator=generator).to(dtype) for _ in range(2))
+
+
+def fill(layer, keys, values, *bounds):
+    """Update a layer with consecutive pieces of keys and values."""
+    for begin, end in zip(bounds, bounds[1:]):
+        layer.update(keys[:, :, begin:end], values[:, :, begin:end])
+
+
+def one_layer(**overrides):
+    return new_cache(**overrides).layers[0]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 11, 12, 13, 60, 101])
+def test_windows_are_exact_and_history_is_the_quantizers(length):
+    keys, values = states(length)
+    layer = one_layer()
+    fill(layer, keys, values, 0, length)
+    layer.commit()
+    dense = layer.dense("k")
+    exact_from = 4 + layer.history
+    assert dense.shape == keys.shape
+    assert torch.equal(dense[:, :, :4], keys[:, :, :4])
+    assert torch.equal(dense[:, :, exact_from:], keys[:, :, exact_from:])
+    if layer.history:
+        error = (dense - keys)[:, :, 4:exact_from].abs().max()
+        assert 0 < error < 4
+
+
+def test_codes_do_not_depend_on_how_tokens_arrive():
+    """Prompt, chunks, single tokens and draft bursts that are partly cropped all leave the same codes."""
+    keys, values = states(120)
+    ways = {
+        "prompt": [(0, 100), *((i, i + 1) for i in range(100, 120))],
+        "chunks": [(0, 50), (50, 100), *((i, i + 1) for i in range(100, 120))],
+        "single": [(i, i + 1) for i in range(120)],
+    }
+    layers = {}
+    for name, pieces in ways.items():
+        layers[name] = one_layer()
+        for begin, end in pieces:
+            layers[name].update(keys[:, :, begin:end], values[:, :, begin:end])
+    drafts = layers["drafts"] = one_layer()
+    drafts.update(keys[:, :, :90], values[:, :, :90])
+    at = 90
+    while at < 120:
+        wrong = states(5, seed=at)
+        take = min(2, 120 - at)
+        burst = [torch.cat([x[:, :, at : at + take], w], 2) for x, w in zip((keys, values), wrong)]
+        drafts.update(*burst)
+        drafts.crop(-5)
+        at += take
+    drafts.update(*states(1, seed=7))
+    drafts.crop(-1)
+    reference = layers.pop("single")
+    for name, layer in layers.items():
+        assert layer.get_seq_length() == 120, name
+        both = min(layer.history, reference.history)
+        assert both >= 107
+        for kind in ("key_rows", "value_rows"):
+            for a, b in zip(getattr(layer, kind).read(0, both), getattr(reference, kind).read(0, both)):
+                assert torch.equal(a, b), name
+
+
+def test_exact_tokens_stay_bounded_over_a_long_decode():
+    keys, values = states(1, batch=1)
+    layer = one_layer()
+    layer.update(*states(30, batch=1))
+    for step in range(2500):
+        layer.update(keys, values)
+        assert layer.tokens == 31 + step
+        assert layer.tokens - 4 - layer.history <= max(8, 8 - 1 + min(30, DRAFT_MARGIN) if step == 0 else 8)
+    assert layer.key_rows.capacity < 2 * layer.history
+
+
+@pytest.mark.parametrize("keep", [119, 113, 112, 60, 5, 4, 3, 0])
+def test_crop_then_append(keep):
+    keys, values = states(160)
+    layer = one_layer()
+    fill(layer, keys, values, 0, 100, *range(101, 121))
+    before = layer.dense("k")
+    layer.crop(keep - 120)
+    assert layer.get_seq_length() == keep
+    assert torch.equal(layer.dense("k"), before[:, :, :keep])
+    fill(layer, keys[:, :, keep:], values[:, :, keep:], *range(0, 41))
+    assert layer.tokens == keep + 40
+    dense = layer.dense("k")
+    history = layer.history
+    assert torch.equal(dense[:, :, :4], keys[:, :, :4])
+    assert torch.equal(dense[:, :, 4 + history :], keys[:, :, 4 + history : keep + 40])
+    assert layer.tokens - 4 - history == 8
+
+
+def test_crop_understands_the_older_absolute_form_and_refuses_nothing_silently():
+    layer = one_layer()
+    layer.update(*states(50))
+    layer.crop(30)
+    assert layer.get_seq_length() == 30
+    layer.crop(0)
+    assert layer.get_seq_length() == 30
+    layer.crop(-500)
+    assert layer.get_seq_length() == 0
+
+
+def test_batch_operations_are_bit_identical_gathers():
+    keys, values = states(80, batch=3)
+    layer = one_layer()
+    fill(layer, keys, values, 0, 60, *range(61, 81))
+    dense = layer.dense("v")
+    order = torch.tensor([2, 2, 0, 1])
+    layer.reorder_cache(order)
+    assert torch.equal(layer.dense("v"), dense[order])
+    layer.batch_repeat_interleave(2)
+    assert torch.equal(layer.dense("v"), dense[order].repeat_interleave(2, 0))
+    layer.batch_select_indices(torch.tensor([True] + [False] * 7))
+    assert torch.equal(layer.dense("v"), dense[2:])
+    assert layer.batch_size == 1
+
+
+def test_deepcopy_and_pickle_copy_packed_data_and_share_constants():
+    cache = new_cache()
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 60)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+        twin, loaded = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+        assert twin.layers[0].constants is cache.layers[0].constants
+        assert twin.layers[0].key_rows.codes.data_ptr() != cache.layers[0].key_rows.codes.data_ptr()
+        outputs = [model(input_ids=ids[:, :1], past_key_values=c).logits for c in (cache, twin, loaded)]
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    cache.crop(-61)
+    assert twin.get_seq_length() == 61
+
+
+def test_reset_and_reuse():
+    model = tiny_model("llama")
+    ids, mask = prompt(2, 60, (0, 9))
+    cache = new_cache()
+    options = dict(attention_mask=mask, past_key_values=cache, max_new_tokens=10, do_sample=False)
+    first = model.generate(ids, **options)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.layers[0].starts is None
+    assert torch.equal(first, model.generate(ids, **options))
+
+
+def test_beam_search_runs_and_keeps_the_best_beam():
+    model = tiny_model("llama")
+    ids, mask = prompt(2, 40, (0, 6))
+    results = []
+    for dense in (False, True):
+        cache = new_cache(_returns_dense=dense)
+        if dense:
+            cache.set_padding(mask.repeat_interleave(3, 0))
+        results.append(
+            model.generate(
+                ids, attention_mask=mask, past_key_values=cache, num_beams=3, max_new_tokens=12, do_sample=False
+            )
+        )
+    assert torch.equal(*results)
+
+
+def test_offloading_gives_the_same_tokens():
+    model = tiny_model("llama")
+    ids, mask = prompt(1, 60)
+    plain, offloaded = (
+        model.generate(
+            ids, attention_mask=mask, past_key_values=new_cache(offloading=flag), max_new_tokens=8, do_sample=False
+        )
+        for flag in (False, True)
+    )
+    assert torch.equal(plain, offloaded)
+
+
+def test_stale_handles_are_refused():
+    layer = one_layer()
+    layer.update(*states(30))
+    keys, values = layer.update(*states(1))
+    layer.update(*states(1))
+    with pytest.raises(CacheStateError, match="earlier update"):
+        torch.nn.functional.scaled_dot_product_attention(torch.randn(2, 2, 1, 16), keys, values)
+
+
+def test_wrong_states_are_refused_and_leave_the_cache_as_it_was():
+    layer = one_layer()
+    layer.update(*states(30))
+    layer.commit()
+    before = layer.dense("k")
+    for bad, message in (
+        (states(1, batch=3), "batch"),
+        (states(1, heads=4), "KV heads"),
+        (states(1, dim=32), "key dim"),
+    ):
+        with pytest.raises(CacheStateError, match=message):
+            layer.update(*bad)
+    assert torch.equal(layer.dense("k"), before)
+    with pytest.raises(UnsupportedModelError, match="multiples of 8"):
+        one_layer().update(*states(1, dim=12))
+    with pytest.raises(UnsupportedModelError, match="no latent"):
+        one_layer().update(torch.randn(1, 1, 4, 32), torch.randn(1, 2, 4, 16))
+
+
+def test_arguments_are_checked():
+    config = tiny_config("llama")
+    with pytest.raises(ArtifactError, match="exactly one"):
+        OscarCache(config)
+    with pytest.raises(ArtifactError, match="exactly one"):
+        OscarCache(config, artifact=Artifact.data_free(), recipe="hadamard")
+    with pytest.raises(ArtifactError, match="needs calibrated statistics"):
+        OscarCache(config, recipe="default")
+    with pytest.raises(ArtifactError, match="unknown recipe"):
+        OscarCache(config, recipe="best")
+    with pytest.raises(ArtifactError, match="unknown arguments.*sink"):
+        OscarCache(config, recipe="hadamard", sinks=3)
+    with pytest.raises(ArtifactError, match="recent_tokens"):
+        OscarCache(config, recipe="hadamard", recent_tokens=0)
+    with pytest.raises(OscarError, match="max_cache_len"):
+        OscarCache(config, recipe="hadamard", max_cache_len=64)
+    with pytest.raises(UnsupportedModelError, match=r"model\.config"):
+        OscarCache({"num_hidden_layers": 2}, recipe="hadamard")
+    with pytest.raises(ArtifactError, match="group_size"):
+        model = tiny_model("llama")
+        cache = OscarCache(config, recipe="hadamard", group_size=12)
+        model.generate(prompt(1, 5)[0], past_key_values=cache, max_new_tokens=1)
+
+
+def test_padding_may_be_stated_only_before_the_first_tokens():
+    cache = new_cache()
+    cache.set_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
+    assert cache.layers[0].starts == [2, 0]
+    cache.layers[0].update(*states(20))
+    with pytest.raises(CacheStateError, match="before the first tokens"):
+        cache.set_padding(torch.ones(2, 20))
+
+
+def test_masked_rows_give_zero_not_nan():
+    layer = one_layer()
+    fill(layer, *states(60), 0, 60)
+    keys, values = layer.update(*states(1))
+    mask = torch.ones(2, 1, 1, 61, dtype=torch.bool)
+    mask[1] = False
+    out = torch.nn.functional.scaled_dot_product_attention(torch.randn(2, 2, 1, 16), keys, values, attn_mask=mask)
+    assert torch.isfinite(out).all() and (out[1] == 0).all() and (out[0] != 0).any()
+
+
+def test_gradients_flow_through_the_dense_path():
+    model = tiny_model("llama")
+    cache = new_cache()
+    ids, _ = prompt(1, 60)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    embedded = model.get_input_embeddings()(ids[:, :3]).detach().requires_grad_(True)
+    with pytest.warns(UserWarning, match="dequantized"):
+        model(inputs_embeds=embedded, past_key_values=cache).logits.sum().backward()
+    assert torch.isfinite(embedded.grad).all() and embedded.grad.abs().sum() > 0
+
+
+def test_only_the_latest_layer_holds_its_prompt():
+    model = tiny_model("llama")
+    cache = new_cache()
+    ids, _ = prompt(1, 200)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    assert [layer.pending is not None for layer in cache.layers] == [False, False, True]
+
+
+def test_memory_report_adds_up():
+    model = tiny_model("qwen3", num_hidden_layers=2)
+    cache = OscarCache(model.config, recipe="hadamard")
+    assert cache.memory_report().total_bytes == 0
+    with torch.no_grad():
+        model(input_ids=prompt(2, 700)[0], past_key_values=cache)
+    report = cache.memory_report()
+    assert report.total_bytes == sum(report.by_region.values()) == sum(layer.total_bytes for layer in report.layers)
+    assert report.bf16_bytes == 2 * 2 * 700 * 2 * 2 * (64 + 64)
+    rows = cache.layers[0].key_rows
+    assert report.layers[0].regions["codes"] == 2 * rows.codes.nbytes
+    assert rows.capacity <= 700
+    # One int16 word holds 8 codes: 2 bits an element.
+    assert rows.codes.nbytes * 8 == rows.capacity * 2 * 2 * 64 * 2
+    assert report.bits_per_element > 2.5
+    assert "total" in str(report) and "0-1" in str(report)
+
+
+def test_cache_without_a_model_config_comes_from_the_artifact(tmp_path):
+    artifact = Artifact.data_free(num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    artifact.save(tmp_path)
+    cache = OscarCache.from_pretrained(tmp_path, **WINDOWS)
+    assert [type(layer) for layer in cache.layers] == [OscarLayer] * 3
+    model = tiny_model("llama")
+    model.generate(prompt(1, 30)[0], past_key_values=cache, max_new_tokens=3)
+    too_deep = tiny_model("llama", num_hidden_layers=4)
+    with pytest.raises(ArtifactError, match="layer 3"):
+        too_deep.generate(prompt(1, 30)[0], past_key_values=OscarCache.from_pretrained(tmp_path), max_new_tokens=3)
+    with pytest.raises(ArtifactError, match="3 cache layers"):
+        OscarCache.from_pretrained(tmp_path, config=too_deep.config)

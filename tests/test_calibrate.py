@@ -1,0 +1,228 @@
+"""Calibration: moments against a naive float64 computation, artifacts that fit and work, the command line."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import tiny_config, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from oscar_hf import Artifact, ArtifactError, OscarCache, OscarConfig, UnsupportedModelError, calibrate
+from oscar_hf.calibrate import default_text, layer_constants, token_sequences
+from oscar_hf.cli import main
+from oscar_hf.evaluate import evaluate
+from oscar_hf.moments import LayerMoments, gather
+
+WORDS = [f"w{i}" for i in range(90)]
+
+
+def tokenizer(bos=False):
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "<unk>", *WORDS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", pad_token="<pad>", bos_token="<s>" if bos else None
+    )
+
+
+def text(words=3000, seed=0):
+    picks = torch.randint(0, 90, (words,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(WORDS[i] for i in picks.tolist())
+
+
+def naive_moments(queries, keys, values, sink):
+    """DESIGN section 4 term by term, float64; queries [H, g, T, D], keys and values [H, T, D]."""
+    queries, keys, values = queries.double(), keys.double(), values.double()
+    heads, group, tokens, _ = queries.shape
+    result = {"M": [], "CV": [], "mu": keys[:, sink:].mean(1), "C": []}
+    for h in range(heads):
+        stacked = torch.cat(list(queries[h]), 0)
+        result["M"].append(stacked.T @ stacked / (tokens * group))
+        weights = torch.stack([k @ result["M"][h] @ k for k in keys[h]])
+        weights = weights / weights.mean()
+        result["CV"].append(sum(w * torch.outer(v, v) for w, v in zip(weights, values[h])) / tokens)
+        result["C"].append(torch.cov(keys[h, sink:].T, correction=0))
+    return {name: value if isinstance(value, torch.Tensor) else torch.stack(value) for name, value in result.items()}
+
+
+def test_moments_are_the_formulas():
+    torch.manual_seed(0)
+    queries, keys, values = torch.randn(2, 3, 40, 8), torch.randn(2, 40, 8) + 1, torch.randn(2, 40, 8)
+    outputs = torch.randn(2, 3, 40, 8)
+    moments = LayerMoments(sink_tokens=4)
+    moments.add(queries, keys, values, outputs)
+    moments.add_scored_values(keys, values)
+    naive = naive_moments(queries, keys, values, 4)
+    torch.testing.assert_close(moments.query_covariance, naive["M"])
+    torch.testing.assert_close(moments.value_covariance("score"), naive["CV"])
+    torch.testing.assert_close(moments.key_mean, naive["mu"])
+    torch.testing.assert_close(moments.key_covariance, naive["C"])
+    stacked = outputs.flatten(1, 2).double()
+    torch.testing.assert_close(moments.value_covariance("attention"), stacked.mT @ stacked / 120)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_gathered_statistics_are_post_rope_and_equal_under_both_attentions(attn):
+    model = tiny_model("qwen3", attn, num_hidden_layers=2)
+    sequences = [torch.randint(2, 90, (1, 90), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    moments = gather(model, sequences, 8, True, lambda: None)
+    assert sorted(moments) == [0, 1]
+    # Keys as a plain cache holds them are post-RoPE: the mean must be theirs.
+    means = []
+    for ids in sequences:
+        with torch.no_grad():
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+        means.append(cache.layers[1].keys[0, :, 8:].double().mean(1))
+    torch.testing.assert_close(moments[1].key_mean, torch.stack(means).mean(0), atol=1e-5, rtol=1e-4)
+    assert moments[1].tokens == 180 and moments[1].late_tokens == 164 and moments[1].queries == 360
+
+
+RECIPES = [
+    dict(recipe="paper"),
+    dict(recipe="paper", value_target="attention", per_head=True),
+    dict(recipe="hadamard"),
+    dict(recipe="default"),
+    dict(recipe="default", per_head=False, key_symmetric=True, key_scale="weighted_search_both_ends"),
+    dict(recipe="default", key_transform="oscar", key_scale="search", value_transform="identity"),
+    dict(recipe="default", key_transform="balanced", center_keys=False, key_scale="percentile(0.9)"),
+]
+
+
+@pytest.mark.parametrize("options", RECIPES, ids=str)
+def test_calibrate_save_load_generate(tmp_path, options):
+    model = tiny_model("llama", num_hidden_layers=2)
+    artifact = calibrate(model, tokenizer(), text(), tokens=2048, context=512, progress=False, **options)
+    assert artifact.config.calibration["tokens"] == 2048 and artifact.config.num_key_value_heads == 2
+    artifact.save(tmp_path / "a")
+    loaded = Artifact.load(tmp_path / "a")
+    assert loaded.config == artifact.config
+    for layer, constants in artifact.layers.items():
+        for name, tensor in constants.tensors().items():
+            assert torch.equal(getattr(loaded.layers[layer], name), tensor), name
+    cache = OscarCache.from_pretrained(tmp_path / "a", config=model.config, sink_tokens=4, recent_tokens=8)
+    out = model.generate(torch.randint(2, 90, (1, 60)), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert out.shape == (1, 64)
+    with pytest.raises(ArtifactError, match="KV heads"):
+        other = tiny_model("llama", num_hidden_layers=2, num_key_value_heads=4)
+        cache = OscarCache(other.config, artifact=loaded)
+        other.generate(torch.randint(2, 90, (1, 6)), past_key_values=cache, max_new_tokens=2)
+
+
+def test_hybrid_models_calibrate_their_full_attention_layers():
+    model = tiny_model("gemma3")
+    artifact = calibrate(model, tokenizer(), text(), tokens=2048, context=512, progress=False)
+    assert sorted(artifact.layers) == [1, 2]
+    assert artifact.config.cache_fields["sliding_window"] == 24
+    cache = OscarCache(artifact=artifact)
+    assert [type(layer).__name__ for layer in cache.layers] == ["DynamicSlidingWindowLayer", "OscarLayer", "OscarLayer"]
+
+
+def test_balanced_keys_have_the_metric_of_the_transformed_queries():
+    torch.manual_seed(0)
+    moments = LayerMoments(0)
+    moments.add(
+        torch.randn(2, 2, 400, 16), torch.randn(2, 400, 16), torch.randn(2, 400, 16), torch.randn(2, 2, 400, 16)
+    )
+    moments.add_scored_values(torch.randn(2, 400, 16), torch.randn(2, 400, 16))
+    constants = layer_constants(moments, OscarConfig.from_recipe("default"))
+    inverse = constants.key_inverse.double()
+    metric = inverse @ moments.late_query_covariance @ inverse.mT
+    metric = metric / metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    torch.testing.assert_close(constants.key_metric.double(), metric, atol=1e-4, rtol=1e-4)
+
+
+def test_sequences_begin_with_bos_only_if_the_tokenizer_does():
+    plain = token_sequences(tokenizer(bos=True), text(), 2048, 512, 0)
+    assert len(plain) == 4 and all(s.shape == (1, 512) for s in plain) and plain[0][0, 0] != 1
+    assert not torch.equal(plain[0], token_sequences(tokenizer(), text(), 2048, 512, 1)[0])
+
+
+def test_short_text_is_refused():
+    with pytest.raises(ArtifactError, match="at least 2048 tokens"):
+        token_sequences(tokenizer(), text(100), 2048, 512, 0)
+
+
+def test_latent_attention_and_models_without_full_attention_are_refused():
+    model = tiny_model("mistral_sliding")
+    with pytest.raises(UnsupportedModelError, match="nothing to calibrate"):
+        calibrate(model, tokenizer(), text(), tokens=2048, context=512, progress=False)
+    config = tiny_config("llama")
+    config.kv_lora_rank = 8
+    model = tiny_model("llama")
+    model.config.kv_lora_rank = 8
+    with pytest.raises(UnsupportedModelError, match="latent"):
+        calibrate(model, tokenizer(), text(), tokens=2048, context=512, progress=False)
+
+
+def test_the_default_text_ships_with_the_package():
+    words, source = default_text()
+    assert "Emma Woodhouse" in words and "def quantize" in words and "Emma" in source
+
+
+def test_evaluation_is_token_by_token_decoding():
+    """The one-pass protocol gives the distributions of a real decode through OscarCache."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    artifact = calibrate(model, tokenizer(), text(), tokens=2048, context=512, progress=False)
+    ids = torch.randint(2, 90, (1, 80), generator=torch.Generator().manual_seed(5))
+    windows = dict(sink_tokens=4, recent_tokens=8)
+    quality = evaluate(model, artifact, [ids], first_position=40, **windows)
+    cache = OscarCache(model.config, artifact=artifact, **windows)
+    rows = []
+    with torch.no_grad():
+        for position in range(80):
+            rows.append(model(input_ids=ids[:, position : position + 1], past_key_values=cache).logits[0, -1])
+        got = torch.stack(rows).log_softmax(-1)[40:-1]
+        expected = model(input_ids=ids).logits[0].log_softmax(-1)[40:-1]
+    kl = (expected.exp() * (expected - got)).sum(-1).mean().item()
+    assert quality.kl == pytest.approx(kl, rel=1e-3) and kl > 0
+    assert quality.positions == 39 and quality.bits == 2 + 32 / 16
+    assert evaluate(model, artifact, [ids], side="v", **windows).kl < quality.kl
+    with pytest.raises(ArtifactError, match="first_position"):
+        evaluate(model, artifact, [ids], first_position=79)
+
+
+def test_command_line(tmp_path, capsys):
+    model, words = tmp_path / "model", tmp_path / "text.txt"
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    words.write_text(text(4000), encoding="utf-8")
+    common = [str(model), "--device", "cpu", "--dtype", "float32", "--text", str(words), "--context", "512"]
+    assert main(["calibrate", *common, "-o", str(tmp_path / "a"), "--tokens", "2048"]) == 0
+    assert "sound" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    assert "balanced" in out and "text.txt" in out and "2048" in out
+    report = tmp_path / "eval.json"
+    arguments = ["eval", *common, "--artifact", str(tmp_path / "a"), "--sequences", "4", "--json", str(report)]
+    assert main(arguments) == 0
+    assert json.loads(report.read_text())[str(tmp_path / "a")]["positions"] == 4 * 255
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "nothing")]) == 2
+    assert "not a folder" in capsys.readouterr().err
+    assert main(["calibrate", str(tmp_path / "no-model"), "-o", str(tmp_path / "b"), "--device", "cpu"]) == 2
+    assert "cannot load the model" in capsys.readouterr().err and not (tmp_path / "b").exists()
+
+
+def test_an_interrupted_calibration_leaves_nothing(tmp_path, monkeypatch, capsys):
+    model = tmp_path / "model"
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(model)
+    tokenizer().save_pretrained(model)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("oscar_hf.moments.LayerMoments.add_scored_values", interrupt)
+    (tmp_path / "t.txt").write_text(text(4000))
+    arguments = [
+        "calibrate",
+        str(model),
+        "--device",
+        "cpu",
+        "--text",
+        str(tmp_path / "t.txt"),
+        "-o",
+        str(tmp_path / "a"),
+    ]
+    assert main(arguments) == 130
+    assert "nothing was written" in capsys.readouterr().err and not (tmp_path / "a").exists()
