@@ -5,6 +5,7 @@ python examples/quickstart.py Qwen/Qwen3-8B --artifact together/oscar-qwen3-8b
 """
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -15,7 +16,7 @@ from fetch_demo_model import GGUF_FILE, fetch
 from transformers import DynamicCache
 
 from oscar_hf import OscarCache, OscarError
-from oscar_hf.cli import load_model
+from oscar_hf.cli import DTYPES, load_model
 from oscar_hf.compat import CACHE_ARGUMENT
 
 HERE = Path(__file__).parent
@@ -37,7 +38,7 @@ def arguments():
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--gguf-file", help="load the model from this GGUF file of its folder")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: float32 on a CPU, else bfloat16")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args()
     if args.demo and args.model:
@@ -63,25 +64,38 @@ def read_prompt(tokenizer, path) -> dict:
     return tokenizer(text, return_tensors="pt")
 
 
+@torch.no_grad()
+def prefill(model, inputs, cache) -> float:
+    """Fill a cache with all of the prompt but its last token; seconds."""
+    start = time.perf_counter()
+    model(**{name: tensor[:, :-1] for name, tensor in inputs.items()}, **{CACHE_ARGUMENT: cache}, logits_to_keep=1)
+    synchronize()
+    return time.perf_counter() - start
+
+
 def generate(model, inputs, cache, new_tokens):
-    """New token ids [N] and the seconds that generate() took."""
+    """New token ids [N], their next-token log-probabilities [N, vocabulary], and the seconds that generate() took."""
     start = time.perf_counter()
     output = model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=new_tokens, min_new_tokens=min(8, new_tokens), do_sample=False
-    )
-    if output.is_cuda:
-        torch.cuda.synchronize()
-    return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - start
+        **inputs, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    synchronize()
+    tokens = output.sequences[0, inputs["input_ids"].shape[1] :]
+    return tokens, torch.cat(output.logits).float().log_softmax(-1), time.perf_counter() - start
 
 
 @torch.no_grad()
-def teacher_forced(model, inputs, tokens, cache):
-    """Next-token log-probabilities [N, vocabulary] while the cache is fed given tokens one at a time."""
-    cached = {CACHE_ARGUMENT: cache}
-    rows = [model(**inputs, **cached, logits_to_keep=1).logits[0, -1]]
-    for token in tokens[:-1]:
-        rows.append(model(input_ids=token.view(1, 1), **cached).logits[0, -1])
+def teacher_forced(model, last_token, tokens, cache):
+    """Next-token log-probabilities [N, vocabulary] while a prefilled cache is fed given tokens one at a time."""
+    fed = torch.cat([last_token, tokens[:-1]])
+    rows = [model(input_ids=token.view(1, 1), **{CACHE_ARGUMENT: cache}).logits[0, -1] for token in fed]
     return torch.stack(rows).float().log_softmax(-1)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def dynamic_bytes(cache) -> int:
@@ -99,18 +113,21 @@ def run(args) -> dict:
     inputs = {key: value.to(model.device) for key, value in read_prompt(tokenizer, args.prompt_file).items()}
     print(f"{inputs['input_ids'].shape[1]} prompt tokens on {model.device}, {model.dtype}", flush=True)
 
-    def oscar_cache():
-        return OscarCache.from_pretrained(artifact, config=model.config)
-
     dynamic = DynamicCache(config=model.config)
-    tokens, seconds_dynamic = generate(model, inputs, dynamic, args.max_new_tokens)
-    oscar = oscar_cache()
-    oscar_tokens, seconds_oscar = generate(model, inputs, oscar, args.max_new_tokens)
-    report = oscar.memory_report()
+    seconds_dynamic = prefill(model, inputs, dynamic)
+    tokens, expected, seconds = generate(model, inputs, dynamic, args.max_new_tokens)
+    seconds_dynamic += seconds
     bytes_dynamic = dynamic_bytes(dynamic)
-    print("comparing the next-token distributions on DynamicCache's text", flush=True)
-    expected = teacher_forced(model, inputs, tokens, DynamicCache(config=model.config))
-    got = teacher_forced(model, inputs, tokens, oscar_cache())
+    print(f"DynamicCache took {seconds_dynamic:.1f} s", flush=True)
+
+    oscar = OscarCache.from_pretrained(artifact, config=model.config)
+    seconds_oscar = prefill(model, inputs, oscar)
+    after_prompt = copy.deepcopy(oscar)
+    oscar_tokens, _, seconds = generate(model, inputs, oscar, args.max_new_tokens)
+    seconds_oscar += seconds
+    report = oscar.memory_report()
+    print(f"OscarCache took {seconds_oscar:.1f} s; comparing distributions on DynamicCache's text", flush=True)
+    got = teacher_forced(model, inputs["input_ids"][0, -1:], tokens, after_prompt)
     print(report)
     return {
         "model": name if not args.demo else "SmolLM2-135M-Instruct",
@@ -121,6 +138,8 @@ def run(args) -> dict:
         "bytes_dynamic": bytes_dynamic,
         "bytes_oscar": report.total_bytes,
         "ratio": bytes_dynamic / report.total_bytes,
+        "ratio_to_bf16": report.ratio,
+        "dtype": str(model.dtype).removeprefix("torch."),
         "bits_per_element": report.bits_per_element,
         "seconds_dynamic": seconds_dynamic,
         "seconds_oscar": seconds_oscar,
@@ -141,8 +160,9 @@ def main() -> int:
     print(f"\nOscarCache, {result['seconds_oscar']:.1f} s, {result['bytes_oscar'] / 2**20:.1f} MiB:")
     print(result["text_oscar"])
     print(
-        f"\n{result['ratio']:.2f}x smaller ({result['bits_per_element']:.2f} bits per element), next-token agreement "
-        f"{result['agreement']:.3f}, mean KL {result['mean_kl']:.4f}"
+        f"\n{result['ratio']:.2f}x smaller than DynamicCache in {result['dtype']} ({result['ratio_to_bf16']:.2f}x than BF16, "
+        f"{result['bits_per_element']:.2f} bits per element)\n"
+        f"next-token agreement {result['agreement']:.3f}, mean KL {result['mean_kl']:.4f}"
     )
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from . import hub, zoo
-from .config import MAX_LAYERS, RECIPES, OscarConfig
+from .config import MIN_CALIBRATION_TOKENS, MAX_LAYERS, RECIPES, OscarConfig
 from .constants import LayerConstants
 from .errors import ArtifactError
 from .rotation import condition_number, inverse_error
@@ -185,6 +185,12 @@ class Artifact:
             raise ArtifactError(
                 f"{self.source} lacks layer {_ranges(missing)} of {config.num_hidden_layers}: "
                 "download or calibrate it again"
+            )
+        tokens = config.calibration.get("tokens")
+        if isinstance(tokens, (int, float)) and not tokens >= MIN_CALIBRATION_TOKENS:
+            raise ArtifactError(
+                f"{self.source} was calibrated on {tokens} tokens, allowed are at least {MIN_CALIBRATION_TOKENS}: "
+                "calibrate it again on more text"
             )
         for layer, constants in sorted(self.layers.items()):
             _check_layer(f"{self.source}, layer {layer}", layer, constants, config)

@@ -12,14 +12,12 @@ from tqdm.auto import tqdm
 
 from . import compat
 from .artifact import Artifact
-from .config import OscarConfig
+from .config import MIN_CALIBRATION_TOKENS, OscarConfig
 from .constants import LayerConstants
 from .errors import ArtifactError
 from .moments import LayerMoments, gather
 from .rotation import balanced_transform, hadamard, spectral_rotation
 
-# Fewer than this and the covariance of a 256-dim head is mostly noise.
-MIN_TOKENS = 2048
 DEFAULT_TOKENS = 20480
 DEFAULT_CONTEXT = 4096
 DEFAULT_TEXTS = ("calibration_prose.txt", "calibration_code.txt")
@@ -54,9 +52,9 @@ def token_sequences(tokenizer, text: str, tokens: int, context: int, seed: int) 
         bos = None
     if not context >= 1:
         raise ArtifactError(f"context: got {context}, allowed is at least 1 token")
-    if min(tokens, len(ids)) < MIN_TOKENS:
+    if min(tokens, len(ids)) < MIN_CALIBRATION_TOKENS:
         raise ArtifactError(
-            f"calibration needs at least {MIN_TOKENS} tokens: asked for {tokens}, the text has {len(ids)}; give more text "
+            f"calibration needs at least {MIN_CALIBRATION_TOKENS} tokens: asked for {tokens}, the text has {len(ids)}; give more text "
             "(--text) or more --tokens"
         )
     context = min(context, len(ids))

@@ -7,6 +7,8 @@ import sys
 from .config import RECIPES, VALUE_TARGETS
 from .errors import OscarError
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
@@ -66,15 +68,22 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         "--gguf-file", metavar="F", help="load the model from this GGUF file of the folder or repository"
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="model dtype")
+    parser.add_argument(
+        "--dtype", default="auto", choices=DTYPES, help="model dtype (default auto: float32 on a CPU, else bfloat16)"
+    )
 
 
-def load_model(name: str, *, revision=None, gguf_file=None, device=None, dtype="bfloat16"):
-    """Model (eval mode, sdpa attention) and tokenizer; failures to load become an OscarError with the reason."""
+def load_model(name: str, *, revision=None, gguf_file=None, device=None, dtype="auto"):
+    """Model (eval mode, sdpa attention) and tokenizer; failures to load become an OscarError with the reason.
+
+    dtype auto: float32 on a CPU, most of which emulate bfloat16 slowly, else bfloat16.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
     options = {"revision": revision} | ({"gguf_file": gguf_file} if gguf_file else {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)

@@ -12,6 +12,8 @@ from .quantizer import ScaleRule
 FORMAT_VERSION = 1
 TRANSFORMS = ("oscar", "hadamard", "identity", "balanced")
 VALUE_TARGETS = ("score", "attention")
+# Fewer tokens than this and the covariance of a 256-dim head is mostly noise.
+MIN_CALIBRATION_TOKENS = 2048
 # Far above any model; bounds what a config from a stranger can make us allocate.
 MAX_LAYERS = 4096
 # Groups longer than this share one scale between too many channels; the paper's group for head dim 128.

@@ -1,5 +1,6 @@
 """The calibrated tensors of one layer: transforms, their inverses, key mean, error metric."""
 
+import functools
 from dataclasses import dataclass, fields
 
 import torch
@@ -40,7 +41,7 @@ class LayerConstants:
         """Head dim of the values."""
         return self.value_transform.shape[-1]
 
-    @property
+    @functools.cached_property
     def key_query(self) -> Tensor:
         """A^-T, contiguous: what queries are multiplied by."""
         return self.key_inverse.mT.contiguous()

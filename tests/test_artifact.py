@@ -401,3 +401,10 @@ def test_orthogonality_is_judged_by_the_published_tolerance(tmp_path):
         else:
             with pytest.raises(ArtifactError, match="not orthogonal"):
                 made.save(tmp_path)
+
+
+def test_an_artifact_that_says_it_saw_too_little_text_is_refused():
+    layers = {0: LayerConstants.data_free("hadamard", "hadamard", 16, 16)}
+    few = OscarConfig.from_recipe("paper", calibration={"tokens": 100})
+    with pytest.raises(ArtifactError, match="calibrated on 100 tokens, allowed are at least 2048"):
+        Artifact(few, layers).validate()
