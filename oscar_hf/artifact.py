@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from . import hub, zoo
-from .config import MIN_CALIBRATION_TOKENS, MAX_LAYERS, RECIPES, OscarConfig
+from .config import MAX_LAYERS, MIN_CALIBRATION_TOKENS, RECIPES, OscarConfig
 from .constants import LayerConstants
 from .errors import ArtifactError
 from .rotation import condition_number, inverse_error

@@ -27,7 +27,7 @@ def default_text() -> tuple[str, str]:
     """The calibration text inside the package and its description; see oscar_hf/data/README.md for where it is from."""
     folder = resources.files("oscar_hf") / "data"
     parts = [(folder / name).read_text(encoding="utf-8") for name in DEFAULT_TEXTS if (folder / name).is_file()]
-    return "\n\n".join(parts), "oscar_hf default text (opening of Austen, Emma; Python source of this package)"
+    return "\n\n".join(parts), "default text of oscar_hf (Austen, Emma, opening; Python source)"
 
 
 def read_texts(files: list[str]) -> tuple[str, str]:
@@ -54,8 +54,8 @@ def token_sequences(tokenizer, text: str, tokens: int, context: int, seed: int) 
         raise ArtifactError(f"context: got {context}, allowed is at least 1 token")
     if min(tokens, len(ids)) < MIN_CALIBRATION_TOKENS:
         raise ArtifactError(
-            f"calibration needs at least {MIN_CALIBRATION_TOKENS} tokens: asked for {tokens}, the text has {len(ids)}; give more text "
-            "(--text) or more --tokens"
+            f"calibration needs at least {MIN_CALIBRATION_TOKENS} tokens: asked for {tokens}, the text has {len(ids)}; "
+            "give more text (--text) or more --tokens"
         )
     context = min(context, len(ids))
     count = max(1, min(tokens, len(ids)) // context)

@@ -22,18 +22,18 @@ _LARGEST_DEFAULT_GROUP = 128
 RECIPES: dict[str, dict[str, Any]] = {
     # The published method, arXiv 2605.17757 (DESIGN section 4).
     "paper": dict(
-        key_transform="oscar", value_transform="oscar", center_keys=False,
+        key_transform="oscar", value_transform="oscar", center_keys=False, per_head=False,
         key_scale="percentile(0.96)", value_scale="percentile(0.92)",
     ),
     # No calibration data at all: a Hadamard rotation and the paper's clipping.
     "hadamard": dict(
-        key_transform="hadamard", value_transform="hadamard", center_keys=False,
+        key_transform="hadamard", value_transform="hadamard", center_keys=False, per_head=False,
         key_scale="percentile(0.96)", value_scale="percentile(0.92)",
     ),
     # The parts of DESIGN section 5 that lost least on the models measured.
     "default": dict(
         key_transform="balanced", value_transform="oscar", center_keys=True, per_head=True,
-        key_scale="weighted_search", value_scale="percentile(0.92)",
+        key_scale="weighted_search_both_ends", value_scale="percentile(0.92)",
     ),
 }  # fmt: skip
 
@@ -59,10 +59,10 @@ class OscarConfig:
     recipe: str = "default"
     key_transform: str = "balanced"
     value_transform: str = "oscar"
-    per_head: bool = False
+    per_head: bool = True
     value_target: str = "score"
     center_keys: bool = True
-    key_scale: str = "weighted_search"
+    key_scale: str = "weighted_search_both_ends"
     value_scale: str = "percentile(0.92)"
     key_symmetric: bool = False
     value_symmetric: bool = False
