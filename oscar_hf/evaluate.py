@@ -92,17 +92,13 @@ class StreamingLayer(DynamicLayer):
         constants = self.artifact.constants(self.layer_idx, x.device, dim, dim)
         rows = PackedRows(
             *x.shape[:2], dim, config.group_size_for(dim),
-            config.key_symmetric if kind == "k" else config.value_symmetric, x.device, _even(x.shape[2]),
+            config.key_symmetric if kind == "k" else config.value_symmetric, x.device, x.shape[2],
         )  # fmt: skip
         if kind == "k":
             append_rows(rows, 0, x, constants.key_transform, constants.key_mean, config.key_rule, constants.key_metric)
             return dequantize_rows(rows, 0, x.shape[2], constants.key_inverse, constants.key_mean, x.dtype)
         append_rows(rows, 0, x, constants.value_transform, None, config.value_rule, None)
         return dequantize_rows(rows, 0, x.shape[2], constants.value_inverse, None, x.dtype)
-
-
-def _even(count: int) -> int:
-    return count + count % 2
 
 
 def streaming_attention(layer: StreamingLayer, query: Tensor, keys: Tensor, values: Tensor, scale) -> Tensor:

@@ -165,7 +165,9 @@ def _arithmetic(name: str):
     return method
 
 
-_OPERATORS = "add radd sub rsub mul rmul truediv rtruediv floordiv pow rpow matmul neg abs and or eq ne lt le gt ge bool iter"
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv pow rpow matmul neg abs and or eq ne lt le gt ge bool iter"
+)
 # Python looks operators up on the class, so __getattr__ never sees them.
 for _name in _OPERATORS.split():
     setattr(OscarKV, f"__{_name}__", _arithmetic(f"__{_name}__"))

@@ -56,7 +56,9 @@ class PackedRows:
         self.codes, self.scale, self.min = self._allocate(batch, heads, capacity, device)
 
     def _allocate(self, batch, heads, capacity, device):
-        rows = capacity // tokens_per_row(self.head_dim)
+        # A row of words that holds two tokens is allocated whole.
+        rows = -(-capacity // tokens_per_row(self.head_dim))
+        capacity = rows * tokens_per_row(self.head_dim)
         words = self.head_dim // 8 * tokens_per_row(self.head_dim)
         # Zeroed, not empty: unused capacity must never hold a NaN that 0 * NaN would let through.
         codes = torch.zeros(batch, heads, rows, words, dtype=torch.int16, device=device)
