@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from .kernels.decode import DecodeStore, decode_attention, decode_problem
 from .kernels.dequantize import dequantize_rows
+from .kernels.launch import can_launch, warn_once
 
 if TYPE_CHECKING:
     from .layer import OscarLayer
 
 # Elements of the score block, and of the dequantized block, that may be alive at a time.
 _BLOCK_ELEMENTS = 1 << 24
+
+# What is known of masks that are still alive; it keeps none of them alive.
+_causal_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass
@@ -63,6 +69,56 @@ def segments(layer: "OscarLayer", dtype: torch.dtype, block: int, kinds: str = "
         yield Segment(layer.ring_keys[:, :, index], layer.ring_values[:, :, index], slice(sink + history, tokens))
     if layer.pending is not None:
         yield Segment(*layer.pending, slice(tokens, layer.get_seq_length()))
+
+
+def attend(
+    layer: "OscarLayer", query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, new_tokens: int
+) -> Tensor:
+    """`packed_attention` through the fused decode kernel where it can run, else in plain PyTorch.
+
+    new_tokens: tokens that the call added; a query of one token per head may come packed as [B, Hkv, g, D].
+    """
+    # The kernel reads placed tokens only: a prompt on top of a history goes block by block through PyTorch.
+    if layer.pending is None and query.device.type == "cuda":
+        batch, heads, rows, dim = query.shape
+        packed_group = new_tokens == 1 and rows > 1
+        if packed_group:
+            query = query.reshape(batch, heads * rows, 1, dim)
+        store = layer.decode_store()
+        problem = _fused_problem(query, store, mask, is_causal, new_tokens)
+        if not problem:
+            output = decode_attention(query, store, mask=mask, scale=scale)
+            return output.reshape(batch, heads, rows, -1) if packed_group else output
+        warn_once(problem)
+        query = query.reshape(batch, heads, rows, dim)
+    return packed_attention(layer, query, mask, is_causal, scale)
+
+
+def _fused_problem(query: Tensor, store: DecodeStore, mask: Tensor | None, is_causal: bool, new_tokens: int) -> str:
+    """Why the fused kernel cannot take this call, or an empty string."""
+    can, reason = can_launch(query.device)
+    if not can:
+        return reason
+    if query.dtype != store.sink_k.dtype:
+        return f"the decode kernel takes queries of the cache's dtype {store.sink_k.dtype}, got {query.dtype}"
+    if query.shape[2] != new_tokens:
+        return f"the decode kernel takes one query per new token ({new_tokens}), got {query.shape[2]}"
+    if mask is not None and query.shape[2] == 1 and (mask.shape[1] not in (1, query.shape[1]) or mask.shape[2] != 1):
+        return f"the decode kernel takes no mask of shape {list(mask.shape)} for one new token"
+    if new_tokens > 1 and not (_is_causal_mask(mask, new_tokens) if mask is not None else is_causal):
+        return "the decode kernel takes causal attention among the new tokens only"
+    return decode_problem(query, store)
+
+
+def _is_causal_mask(mask: Tensor, new_tokens: int) -> bool:
+    """Whether no new token sees a later one. Asks the device once per mask, which all layers of a model share."""
+    known = _causal_masks.get(mask)
+    if known is None:
+        last = mask[..., -new_tokens:]
+        seen = last if mask.dtype == torch.bool else last > torch.finfo(mask.dtype).min / 2
+        known = mask.shape[2] == new_tokens and not bool(seen.triu(1).any())
+        _causal_masks[mask] = known
+    return known
 
 
 def exact_attention(query, keys, values, mask, is_causal, scale, repeat) -> Tensor:

@@ -20,11 +20,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .artifact import Artifact
-from .attention import exact_attention, packed_attention, packed_scores, packed_weighted_sum
+from .attention import attend, exact_attention, packed_scores, packed_weighted_sum
 from .config import OscarConfig
 from .errors import ArtifactError, CacheStateError, UnsupportedModelError
 from .handle import OscarKV
 from .kernels.append import append_rows
+from .kernels.decode import DecodeStore
 from .kernels.dequantize import dequantize_rows
 from .packed import PackedRows
 
@@ -41,7 +42,8 @@ class CallView:
     def __init__(self, layer: "OscarLayer", keys: Tensor, values: Tensor, is_first: bool):
         self.layer, self.version = layer, layer.version
         self.exact = (keys, values) if is_first else None
-        self.kv_heads, self.dtype, self.device = keys.shape[1], keys.dtype, keys.device
+        self.kv_heads, self.new_tokens = keys.shape[1:3]
+        self.dtype, self.device = keys.dtype, keys.device
 
     @property
     def dense_is_free(self) -> bool:
@@ -61,7 +63,7 @@ class CallView:
             return exact_attention(query, *self.exact, mask, is_causal, scale, repeat)
         self._check_fresh()
         self.layer.observe_mask(self, mask)
-        return packed_attention(self.layer, query, mask, is_causal, scale)
+        return attend(self.layer, query, mask, is_causal, scale, self.new_tokens)
 
     def scores(self, query: Tensor) -> Tensor:
         """query k^T of eager attention, [B, Hq, M, T], unscaled."""
@@ -103,6 +105,7 @@ class OscarLayer(CacheLayerMixin):
         self.config, self.artifact, self.layer_idx = config, artifact, layer_idx
         self.returns_dense = returns_dense
         self.version = 0
+        self._row_starts: tuple[list[int], Tensor] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -334,8 +337,23 @@ class OscarLayer(CacheLayerMixin):
         self.starts = starts if any(starts) else None
 
     def row_starts(self) -> Tensor:
-        """`starts` as int64 [B] on the layer's device."""
-        return torch.tensor(self.starts, dtype=torch.int64, device=self.device)
+        """`starts` as int32 [B] on the layer's device; one copy to the device for as long as they stay the same."""
+        if self._row_starts is None or self._row_starts[0] != self.starts:
+            self._row_starts = (list(self.starts), torch.tensor(self.starts, dtype=torch.int32, device=self.device))
+        return self._row_starts[1]
+
+    def decode_store(self) -> DecodeStore:
+        """The layer as the fused decode kernel reads it; all tokens must be placed."""
+        constants, config, keys, values = self.constants, self.config, self.key_rows, self.value_rows
+        return DecodeStore(
+            k_codes=keys.codes, k_scale=keys.scale, k_min=keys.min,
+            v_codes=values.codes, v_scale=values.scale, v_min=values.min,
+            sink_k=self.sink_keys, sink_v=self.sink_values, ring_k=self.ring_keys, ring_v=self.ring_values,
+            length=self.tokens, history=self.history,
+            key_query=None if config.key_transform == "identity" else constants.key_query,
+            value_inverse=None if config.value_transform == "identity" else constants.value_inverse,
+            key_mean=constants.key_mean, start=None if self.starts is None else self.row_starts(),
+        )  # fmt: skip
 
     # -------------------------------------------------------------------------------------------------- reading
     @torch.no_grad()

@@ -1,0 +1,304 @@
+"""The decode kernel against its PyTorch reference: in Triton's interpreter, and on a GPU if there is one."""
+
+import dataclasses
+import os
+import random
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Must be set before the kernels are imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from oscar_hf.kernels import launch
+from oscar_hf.kernels.decode import DecodeStore, _choose, decode_attention, decode_problem
+from oscar_hf.kernels.reference import decode_attention_reference
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and not launch.interpreting(), reason="needs Triton, with a GPU or interpreted"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter truncates where hardware rounds to bfloat16.
+TOLERANCE = {torch.bfloat16: 2e-3 if DEVICE == "cuda" else 4e-3, torch.float16: 5e-4, torch.float32: 5e-4}
+
+
+def orthogonal(dim, heads=None):
+    """A random rotation [dim, dim] or one per head."""
+    shape = (dim, dim) if heads is None else (heads, dim, dim)
+    return torch.linalg.qr(torch.randn(shape, dtype=torch.float64))[0].float().contiguous()
+
+
+def make(
+    batch=1, heads=4, kv_heads=1, dim=128, group=None, history=150, sink=8, ring=16, recent=None, new=1, capacity=None,
+    dtype=torch.float32, symmetric=False, mean=False, per_head=False, start=None, rotate=True, seed=0, query_size=1.0,
+):  # fmt: skip
+    """A store of fresh random content and a query; `recent` slots of the ring are in use (default: all of it)."""
+    torch.manual_seed(seed)
+    group = group or dim
+    capacity = capacity or max(64, -(-history // 64) * 64)
+    recent = ring if recent is None else recent
+    words = (capacity // 2, 16) if dim == 64 else (capacity, dim // 8)
+
+    def codes():
+        return torch.randint(-32768, 32768, (batch, kv_heads, *words), dtype=torch.int16)
+
+    def scale():
+        return (torch.rand(batch, kv_heads, capacity, dim // group) * 0.6 + 0.5).half()
+
+    def low(of):
+        return None if symmetric else (-1.5 * of.float() + 0.2 * torch.randn(of.shape)).half()
+
+    def rows(count):
+        return torch.randn(batch, kv_heads, count, dim).to(dtype)
+
+    per = kv_heads if per_head else None
+    k_scale, v_scale = scale(), scale()
+    store = DecodeStore(
+        k_codes=codes(),
+        k_scale=k_scale,
+        k_min=low(k_scale),
+        v_codes=codes(),
+        v_scale=v_scale,
+        v_min=low(v_scale),
+        sink_k=rows(sink),
+        sink_v=rows(sink),
+        ring_k=rows(ring),
+        ring_v=rows(ring),
+        length=sink + history + recent,
+        history=history,
+        key_query=orthogonal(dim, per) if rotate else None,
+        value_inverse=orthogonal(dim, per) if rotate else None,
+        key_mean=torch.randn(kv_heads, dim) * 0.3 if mean else None,
+        start=None if start is None else torch.tensor(start, dtype=torch.int32),
+    )
+    query = (torch.randn(batch, heads, new, dim) * query_size).to(dtype)
+    moved = {f.name: getattr(store, f.name) for f in dataclasses.fields(store)}
+    moved = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in moved.items()}
+    return query.to(DEVICE), DecodeStore(**moved)
+
+
+def poisoned(query, store, **call):
+    """`decode_attention` with every buffer it allocates full of NaN beforehand."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return decode_attention(query, store, **call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def relative_error(out, expected):
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+def check(query, store, factor=1.0, **call):
+    """The kernel's output after comparing it with the float64 reference."""
+    out = poisoned(query, store, **call)
+    assert out.shape == query.shape and out.dtype == query.dtype and out.is_contiguous()
+    call.pop("tuning", None)
+    expected = decode_attention_reference(query, store, **call)
+    assert torch.isfinite(out).all()
+    assert relative_error(out, expected) < TOLERANCE[query.dtype] * factor
+    return out
+
+
+@pytest.mark.parametrize("rep", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+def test_query_heads_per_kv_head(rep):
+    check(*make(heads=rep, history=131))
+
+
+@pytest.mark.parametrize("dim,rep", [(64, 1), (64, 3), (64, 6), (64, 9), (256, 4)])
+def test_head_dims(dim, rep):
+    check(*make(dim=dim, heads=rep, history=133, mean=True))
+
+
+@pytest.mark.parametrize(
+    "dim,group,symmetric",
+    [(64, 16, False), (64, 32, True), (128, 32, True), (128, 64, False), (256, 64, True), (256, 128, False)],
+)
+def test_groups_smaller_than_the_head_dim(dim, group, symmetric):
+    check(*make(dim=dim, group=group, heads=2, history=70, symmetric=symmetric, mean=symmetric))
+
+
+def test_symmetric_per_head_and_centred():
+    check(*make(dim=64, batch=2, heads=6, kv_heads=2, history=140, symmetric=True, per_head=True, mean=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_has_the_dtype_of_the_query(dtype):
+    check(*make(dtype=dtype, history=140))
+
+
+def test_without_rotation():
+    check(*make(rotate=False, history=140))
+
+
+@pytest.mark.parametrize("history", [1, 127, 128, 257])
+def test_odd_lengths_and_ring_wrap(history):
+    # 16 ring entries begin at history % 16, so most of these wrap; 11 in use also leaves a gap.
+    check(*make(history=history, recent=11 if history % 2 else 16))
+
+
+@pytest.mark.parametrize("length", [1, 8, 24])
+def test_no_history_yet(length):
+    query, store = make(history=0)
+    store.length = length
+    check(query, store)
+
+
+@pytest.mark.parametrize("new,rep,dim", [(2, 3, 128), (5, 4, 64), (16, 1, 256)])
+def test_several_new_tokens_are_causal(new, rep, dim):
+    query, store = make(new=new, heads=rep, dim=dim, history=131)
+    out = check(query, store)
+    # The last row alone sees what it sees among the others.
+    last = decode_attention(query[:, :, -1:], store)
+    assert torch.allclose(out[:, :, -1:], last, atol=2e-3)
+
+
+def test_new_tokens_still_in_the_sink():
+    query, store = make(history=0, new=3)
+    store.length = 6
+    check(query, store)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_left_padding_by_start(dim):
+    # Row 2 starts inside the history's second block, row 3 in the ring: its sink entries are past the sink's end.
+    check(*make(dim=dim, batch=4, history=200, start=[0, 3, 150, 205]))
+
+
+@pytest.mark.parametrize(
+    "shape,kind", [((1, 1, 1), "bool"), ((2, 4, 2), "bool"), ((2, 1, 2), "float32"), ((2, 4, 1), "float16")]
+)
+def test_masks(shape, kind):
+    query, store = make(batch=2, new=2, history=131, dtype=torch.float16 if kind == "float16" else torch.float32)
+    full = (*shape, store.length)
+    hidden = torch.rand(full, device=DEVICE) < 0.4
+    if kind == "bool":
+        mask = ~hidden
+    else:
+        dtype = getattr(torch, kind)
+        mask = torch.randn(full, device=DEVICE).to(dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    check(query, store, mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["bool", "infinite"])
+def test_rows_that_may_attend_to_nothing_are_zero(kind):
+    query, store = make(batch=2, heads=4, history=131)
+    mask = torch.ones(2, 4, 1, store.length, dtype=torch.bool, device=DEVICE)
+    mask[1, 2] = False
+    if kind != "bool":
+        low = float("-inf") if kind == "infinite" else torch.finfo(torch.float32).min
+        mask = torch.zeros(mask.shape, device=DEVICE).masked_fill(~mask, low)
+    out = check(query, store, mask=mask)
+    assert (out[1, 2] == 0).all() and (out[0] != 0).all()
+
+
+def test_softcap_and_sink_logits():
+    query, store = make(heads=6, kv_heads=2, history=131, query_size=3.0)
+    check(query, store, softcap=5.0)
+    # Scores this wide show more of the query's rounding to fp16.
+    check(query, store, s_aux=torch.randn(6, device=DEVICE) * 3, scale=0.2, factor=2)
+
+
+def test_scores_that_rise_all_along_the_history():
+    # Later keys are larger, so that the running maximum has to follow again and again.
+    query, store = make(history=400, heads=2, query_size=2.0)
+    growth = torch.linspace(0.1, 6, store.k_scale.shape[2], device=DEVICE).half()[None, None, :, None]
+    store.k_scale, store.k_min = store.k_scale * growth, store.k_min * growth
+    check(query, store, factor=3, tuning=dataclasses.replace(_choose(query, store), splits=1))
+
+
+@pytest.mark.parametrize("size,shift", [(1e-4, 0.0), (1000.0, -400.0), (30.0, 400.0)])
+def test_extreme_queries_and_means(size, shift):
+    query, store = make(history=131, heads=2, mean=True, query_size=size)
+    shrink = 1 / size
+    store.k_scale, store.k_min = (store.k_scale * shrink).clamp(max=6e4), store.k_min * shrink
+    store.sink_k, store.ring_k = store.sink_k * shrink, store.ring_k * shrink
+    # q.mu = shift for both heads: a constant far from the windows' scores, which decides who wins.
+    rows = query[0, :, 0].double()
+    store.key_mean = torch.linalg.lstsq(rows, torch.full((2, 1), shift, device=DEVICE).double()).solution.T.float()
+    check(query, store, factor=4)
+
+
+def test_lengths_on_the_device():
+    query, store = make(history=200, capacity=320)
+    expected = decode_attention(query, store)
+    counters = torch.tensor([store.length, store.history], dtype=torch.int32, device=DEVICE)
+    store.length, store.history = counters[:1], counters[1:]
+    out = poisoned(query, store)
+    assert torch.allclose(out, expected, rtol=1e-4, atol=1e-5)
+    counters[0], counters[1] = 5, 0
+    check(query, store)
+
+
+def test_strided_arguments():
+    query, store = make(batch=2, heads=4, kv_heads=2, history=140, new=2)
+    names = [f.name for f in dataclasses.fields(store) if isinstance(getattr(store, f.name), torch.Tensor)]
+    buffers = {name: getattr(store, name) for name in names if getattr(store, name).dim() == 4}
+    every_other = {name: x.repeat_interleave(2, 0)[::2] for name, x in buffers.items()}
+    strided = dataclasses.replace(store, **every_other)
+    turned = query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not turned.is_contiguous()
+    assert torch.equal(decode_attention(turned, strided), decode_attention(query, store))
+
+
+def test_what_the_kernel_does_not_take_is_named():
+    assert decode_problem(*make()) == ""
+    assert "head dims" in decode_problem(*make(dim=32))
+    assert "new tokens" in decode_problem(*make(new=17))
+    assert "groups" in decode_problem(*make(group=16))
+    query, store = make()
+    assert "min" in decode_problem(query, dataclasses.replace(store, v_min=None))
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU only
+
+
+def _random_case(seed):
+    draw = random.Random(seed)
+    dim = draw.choice([64, 128, 128, 256])
+    kv_heads, rep = draw.choice([1, 2, 3, 8]), draw.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+    batch = draw.choice([1, 2, 3])
+    return make(
+        batch=batch, heads=kv_heads * rep, kv_heads=kv_heads, dim=dim, group=dim // draw.choice([1, 1, 2, 4]),
+        history=draw.choice([draw.randint(0, 600), draw.randint(1000, 40_000)]), sink=64, ring=256,
+        recent=draw.randint(16, 256), new=draw.choice([1, 1, 1, 2, 7, 16]),
+        dtype=draw.choice([torch.bfloat16, torch.float16]), symmetric=draw.random() < 0.3, mean=draw.random() < 0.5,
+        per_head=draw.random() < 0.5, start=[draw.randint(0, 300) for _ in range(batch)] if draw.random() < 0.3 else None,
+        seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_random_shapes(seed):
+    check(*_random_case(seed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim,heads,group", [(64, 3, 64), (64, 8, 32), (128, 4, 128), (128, 12, 64), (256, 4, 256)])
+def test_assembly_and_its_twin_agree(dim, heads, group):
+    query, store = make(dim=dim, heads=heads, group=group, history=5000, sink=64, ring=256, mean=True)
+    tuning = _choose(query, store)
+    assert tuning.asm
+    twin = decode_attention(query, store, tuning=dataclasses.replace(tuning, asm=False))
+    torch.testing.assert_close(decode_attention(query, store, tuning=tuning), twin, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_one_graph_follows_the_device_counters():
+    query, store = make(history=3000, capacity=4096, sink=64, ring=256, heads=8, kv_heads=2, dtype=torch.bfloat16)
+    counters = torch.tensor([store.length, store.history], dtype=torch.int32, device=DEVICE)
+    captured = dataclasses.replace(store, length=counters[:1], history=counters[1:])
+    decode_attention(query, captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(query, captured)
+    for length, history in [(64 + 3000 + 256, 3000), (64 + 17 + 256, 17), (64 + 4096 + 40, 4096), (30, 0)]:
+        counters.copy_(torch.tensor([length, history], dtype=torch.int32))
+        out.fill_(float("nan"))
+        graph.replay()
+        expected = decode_attention_reference(query, dataclasses.replace(store, length=length, history=history))
+        assert relative_error(out, expected) < TOLERANCE[torch.bfloat16]
