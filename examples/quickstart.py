@@ -53,7 +53,7 @@ def arguments():
 def read_prompt(tokenizer, path) -> dict:
     """Token ids of the prompt file, as the user's turn of a chat if the tokenizer knows chats."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise OscarError(f"cannot read --prompt-file {str(path)!r} ({error}): give a UTF-8 text file") from None
     if tokenizer.chat_template:

@@ -262,7 +262,7 @@ def _read_tensors(path: Path, config: OscarConfig) -> dict[int, LayerConstants]:
                 raise ArtifactError(
                     f"{path.name} lacks layers.{layer}.{kind}_transform: download or calibrate it again"
                 )
-            tensors.setdefault(f"{kind}_inverse", tensors[f"{kind}_transform"].mT.contiguous())
+            tensors.setdefault(f"{kind}_inverse", tensors[f"{kind}_transform"].mT)
         layers[layer] = LayerConstants(**tensors)
     return layers
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .kernels.decode import DecodeStore, decode_attention, decode_problem
+from .kernels.decode import MAX_NEW_TOKENS, DecodeStore, decode_attention, decode_problem
 from .kernels.dequantize import dequantize_rows
 from .kernels.launch import can_launch, warn_once
 
@@ -78,8 +78,8 @@ def attend(
 
     new_tokens: tokens that the call added; a query of one token per head may come packed as [B, Hkv, g, D].
     """
-    # The kernel reads placed tokens only: a prompt on top of a history goes block by block through PyTorch.
-    if layer.pending is None and query.device.type == "cuda":
+    # A prompt on top of a history goes block by block through PyTorch: the kernel reads few, placed tokens only.
+    if layer.pending is None and new_tokens <= MAX_NEW_TOKENS and query.device.type == "cuda":
         batch, heads, rows, dim = query.shape
         packed_group = new_tokens == 1 and rows > 1
         if packed_group:

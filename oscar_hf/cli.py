@@ -58,6 +58,25 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--seed", type=int, default=0, help="shifts the sequences within the text (default: 0)")
     evaluate.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
     evaluate.set_defaults(run=_evaluate)
+
+    bench = commands.add_parser("bench", help="speed and memory on a CUDA GPU").add_subparsers(
+        required=True, metavar="WHAT"
+    )
+    kernel = bench.add_parser("kernel", help="decode attention against dequantize + SDPA and BF16 SDPA")
+    kernel.add_argument("--rows", type=int, metavar="N", help="only the first N shapes of the table")
+    kernel.add_argument("--device", help="cuda, cuda:1, ...")
+    kernel.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
+    kernel.set_defaults(run=_bench_kernel)
+    decode = bench.add_parser(
+        "decode", help="prefill, memory and time per token of generate(), DynamicCache and OscarCache"
+    )
+    decode.add_argument("--shape", default="qwen3-8b", help="shape preset with random weights (default: qwen3-8b)")
+    decode.add_argument("--context", type=int, nargs="+", default=[32768, 102400], help="prompt tokens")
+    decode.add_argument("--batch", type=int, default=1)
+    decode.add_argument("--new-tokens", type=int, default=32)
+    decode.add_argument("--device", help="cuda, cuda:1, ...")
+    decode.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
+    decode.set_defaults(run=_bench_decode)
     return parser
 
 
@@ -151,6 +170,31 @@ def _evaluate(args) -> int:
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump({name: q.as_dict() for name, q in results.items()}, file, indent=2)
+    return 0
+
+
+def _bench_kernel(args) -> int:
+    from .bench.kernel import ROWS, bench_kernel
+    from .bench.timing import require_cuda
+
+    require_cuda(args.device)
+    return _finish(bench_kernel(ROWS[: args.rows]), args.json)
+
+
+def _bench_decode(args) -> int:
+    from .bench.generation import bench_generation, shaped_model, synthetic_artifact
+    from .bench.timing import require_cuda
+
+    model = shaped_model(args.shape, require_cuda(args.device))
+    artifact = synthetic_artifact(model.config)
+    return _finish(bench_generation(model, artifact, args.context, args.batch, args.new_tokens), args.json)
+
+
+def _finish(result: dict, path: str | None) -> int:
+    print(result["machine"])
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=2)
     return 0
 
 

@@ -29,7 +29,7 @@ class LayerConstants:
         """Constants that need no calibration: each kind is `hadamard` or `identity`."""
         make = {"hadamard": hadamard, "identity": lambda dim: torch.eye(dim, dtype=torch.float64)}
         key, value = make[key_kind](key_dim).float(), make[value_kind](value_dim).float()
-        return cls(key, key.mT.contiguous(), value, value.mT.contiguous())
+        return cls(key, key.mT, value, value.mT)
 
     @property
     def key_dim(self) -> int:
@@ -43,13 +43,14 @@ class LayerConstants:
 
     @functools.cached_property
     def key_query(self) -> Tensor:
-        """A^-T, contiguous: what queries are multiplied by."""
-        return self.key_inverse.mT.contiguous()
+        """A^-T, what queries are multiplied by; contiguous on a GPU, where kernels read it."""
+        return self.key_inverse.mT if self.key_inverse.device.type == "cpu" else self.key_inverse.mT.contiguous()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in self.tensors().values())
+        """Bytes of all tensors, what they share counted once."""
+        tensors = [*self.tensors().values(), *([self.key_query] if "key_query" in vars(self) else [])]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors present, by field name."""
@@ -57,8 +58,11 @@ class LayerConstants:
         return {name: tensor for name, tensor in named if tensor is not None}
 
     def to(self, device: torch.device) -> "LayerConstants":
-        """The same constants on another device."""
-        return LayerConstants(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
+        """The same constants on another device; on the CPU an inverse may stay a view of its transform."""
+        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        if torch.device(device).type != "cpu":
+            moved = {name: tensor.contiguous() for name, tensor in moved.items()}
+        return LayerConstants(**moved)
 
     def __deepcopy__(self, memo):
         # Constants never change and belong to the model, not to a sequence: copies of a cache share them.

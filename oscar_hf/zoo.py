@@ -44,10 +44,7 @@ def read(folder: Path, pair: list[str]) -> tuple[OscarConfig, dict[int, LayerCon
         raise ArtifactError(
             f"{pair[0]} and {pair[1]} do not hold the same layers (only one has {odd}): download both again"
         )
-    layers = {
-        layer: LayerConstants(key, key.mT.contiguous(), values[layer], values[layer].mT.contiguous())
-        for layer, key in keys.items()
-    }
+    layers = {layer: LayerConstants(key, key.mT, values[layer], values[layer].mT) for layer, key in keys.items()}
     hadamard = "hadamard" in pair[0]
     some = next(iter(layers.values()))
     per_head = some.key_transform.dim() == 3

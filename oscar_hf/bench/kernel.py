@@ -1,0 +1,194 @@
+"""`oscar-hf bench kernel`: decode attention on packed data against dequantize + SDPA and SDPA on BF16."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..kernels.decode import DecodeStore, decode_attention, decode_problem
+from ..kernels.dequantize import dequantize_rows
+from ..kernels.reference import decode_attention_reference
+from ..packed import PackedRows
+from .timing import ROTATE_BYTES, copy_bandwidth, graph_microseconds, machine
+
+SINK, RECENT = 64, 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape of the table: batch, tokens, query heads, KV heads, head dim, group size."""
+
+    batch: int
+    tokens: int
+    query_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    group_size: int = 128
+
+    @property
+    def name(self) -> str:
+        """Short name for the table."""
+        heads = f"Hq {self.query_heads}, Hkv {self.kv_heads}, D {self.head_dim}, G {self.group_size}"
+        return f"{self.batch} x {self.tokens}, {heads}"
+
+
+ROWS = [
+    Row(1, 32768),
+    Row(1, 102400),
+    Row(8, 102400),
+    Row(32, 32768),
+    Row(8, 32768, 9, 3, 64, 64),
+    Row(8, 32768, 4, 1, 256, 128),
+    Row(8, 32768, 40, 8),
+    Row(8, 32768, 96, 8),
+    Row(8, 32768, group_size=64),
+]
+
+
+def random_store(row: Row, seed: int) -> tuple[torch.Tensor, DecodeStore]:
+    """A BF16 query [B, Hq, 1, D] and a store of random codes, scales, windows and rotations on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    history, dim = row.tokens - SINK - RECENT, row.head_dim
+    if history < 1:
+        raise ValueError(f"a row needs more than {SINK + RECENT} tokens, got {row.tokens}")
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, device="cuda", dtype=dtype, generator=generator)
+
+    def rows():
+        packed = PackedRows(row.batch, row.kv_heads, dim, row.group_size, False, "cuda", -(-history // 64) * 64)
+        packed.codes.random_(-(1 << 15), (1 << 15) - 1, generator=generator)
+        packed.scale.copy_(torch.rand(packed.scale.shape, device="cuda", generator=generator) * 0.6 + 0.5)
+        packed.min.copy_(-1.5 * packed.scale + 0.2 * normal(*packed.min.shape, dtype=torch.float16))
+        return packed
+
+    def window(tokens):
+        return normal(row.batch, row.kv_heads, tokens, dim)
+
+    def rotation():
+        return torch.linalg.qr(normal(row.kv_heads, dim, dim, dtype=torch.float32))[0].contiguous()
+
+    keys, values = rows(), rows()
+    store = DecodeStore(
+        k_codes=keys.codes, k_scale=keys.scale, k_min=keys.min,
+        v_codes=values.codes, v_scale=values.scale, v_min=values.min,
+        sink_k=window(SINK), sink_v=window(SINK), ring_k=window(RECENT), ring_v=window(RECENT),
+        length=row.tokens, history=history, key_query=rotation(), value_inverse=rotation(),
+        key_mean=0.1 * normal(row.kv_heads, dim, dtype=torch.float32),
+    )  # fmt: skip
+    return normal(row.batch, row.query_heads, 1, dim), store
+
+
+def packed_bytes(row: Row) -> int:
+    """Bytes that decode attention must read at least."""
+    per_token = 2 * (row.head_dim // 4 + 4 * row.head_dim // row.group_size)
+    exact = (SINK + RECENT) * 2 * row.head_dim * 2
+    return row.batch * row.kv_heads * ((row.tokens - SINK - RECENT) * per_token + exact)
+
+
+def relative_error(query: torch.Tensor, store: DecodeStore) -> float:
+    """Error of a fresh call against float64 on the same codes, ||out - ref|| / ||ref||, batch row by row."""
+    # Fills every empty tensor with NaN, so that an element nobody wrote cannot pass.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    output = decode_attention(query, store)
+    torch.use_deterministic_algorithms(False)
+    error = reference_norm = 0.0
+    for b in range(query.shape[0]):
+        fields = {
+            f.name: getattr(store, f.name)[b : b + 1]
+            for f in dataclasses.fields(store)
+            if isinstance(getattr(store, f.name), torch.Tensor) and getattr(store, f.name).dim() == 4
+        }
+        expected = decode_attention_reference(query[b : b + 1], dataclasses.replace(store, **fields))
+        error += (output[b : b + 1].double() - expected).square().sum().item()
+        reference_norm += expected.square().sum().item()
+    return (error / reference_norm) ** 0.5
+
+
+def bf16_rivals(row: Row) -> dict[str, float]:
+    """Microseconds of PyTorch's flash and cuDNN attention on BF16 keys and values of the same shape."""
+    sets = max(1, min(6, ROTATE_BYTES // (4 * row.batch * row.kv_heads * row.tokens * row.head_dim) + 1))
+    shape = (row.batch, row.kv_heads, row.tokens, row.head_dim)
+    pairs = [tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)) for _ in range(sets)]
+    query = torch.randn(row.batch, row.query_heads, 1, row.head_dim, device="cuda", dtype=torch.bfloat16)
+    times = {}
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+
+        def attend(keys, values, backend=backend):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+        try:
+            times[name] = graph_microseconds([lambda pair=pair: attend(*pair) for pair in pairs])
+        except RuntimeError:
+            # Not every backend takes every shape; the table then shows a dash.
+            times[name] = float("nan")
+    return times
+
+
+def dequantize_rival(row: Row, query, store: DecodeStore) -> float:
+    """Microseconds of what a cache without a fused kernel does: dequantize everything, then flash attention."""
+    packed = []
+    for codes, scale, minimum in (
+        (store.k_codes, store.k_scale, store.k_min),
+        (store.v_codes, store.v_scale, store.v_min),
+    ):
+        rows = PackedRows(row.batch, row.kv_heads, row.head_dim, row.group_size, False, "cuda")
+        rows.codes, rows.scale, rows.min = codes, scale, minimum
+        packed.append(rows)
+
+    def run():
+        keys = dequantize_rows(packed[0], 0, store.history, store.key_query.mT, store.key_mean, torch.bfloat16)
+        values = dequantize_rows(packed[1], 0, store.history, store.value_inverse, None, torch.bfloat16)
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+    return graph_microseconds([run], repeats=3)
+
+
+def bench_kernel(rows: list[Row]) -> dict:
+    """Time every row; returns {machine, copy_gb_per_s, rows: [...]}. Times in microseconds."""
+    bandwidth, results = copy_bandwidth(), []
+    for row in rows:
+        rivals = bf16_rivals(row)
+        torch.cuda.empty_cache()
+        count = max(1, min(12, ROTATE_BYTES // packed_bytes(row) + 1))
+        stores = [random_store(row, seed) for seed in range(count)]
+        if problem := decode_problem(*stores[0]):
+            raise ValueError(problem)
+        microseconds = graph_microseconds([lambda s=s: decode_attention(*s) for s in stores])
+        best = min((t for t in rivals.values() if t == t), default=float("nan"))
+        rate = packed_bytes(row) / microseconds * 1e6
+        results.append(
+            {
+                "shape": row.name,
+                "oscar_us": microseconds,
+                **{f"{name}_us": t for name, t in rivals.items()},
+                "dequantize_sdpa_us": dequantize_rival(row, *stores[0]),
+                "speedup": best / microseconds,
+                "gb_per_s": rate / 1e9,
+                "share_of_copy": rate / bandwidth,
+                "relative_error": relative_error(*stores[0]),
+            }
+        )
+        del stores
+        torch.cuda.empty_cache()
+        print(format_rows(results[-1:], header=len(results) == 1), flush=True)
+    return {"machine": machine(), "copy_gb_per_s": bandwidth / 1e9, "rows": results}
+
+
+def format_rows(results: list[dict], header: bool = True) -> str:
+    """A Markdown table of bench_kernel's rows."""
+    lines = []
+    if header:
+        lines.append(
+            "| shape | OSCAR us | flash us | cuDNN us | dequantize + SDPA us | speed-up | GB/s | of copy | error |\n"
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+        )
+    for r in results:
+        lines.append(
+            f"| {r['shape']} | {r['oscar_us']:.1f} | {r['flash_us']:.1f} | {r['cudnn_us']:.1f} | {r['dequantize_sdpa_us']:.0f} "
+            f"| {r['speedup']:.2f}x | {r['gb_per_s']:.0f} | {r['share_of_copy']:.0%} | {r['relative_error']:.1e} |"
+        )
+    return "\n".join(lines)
