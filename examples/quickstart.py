@@ -16,7 +16,7 @@ from fetch_demo_model import GGUF_FILE, fetch
 from transformers import DynamicCache
 
 from oscar_hf import OscarCache, OscarError
-from oscar_hf.cli import DTYPES, load_model
+from oscar_hf.cli import DTYPES, load_model, writable_file
 from oscar_hf.compat import CACHE_ARGUMENT
 
 HERE = Path(__file__).parent
@@ -105,12 +105,18 @@ def dynamic_bytes(cache) -> int:
 
 def run(args) -> dict:
     gguf_file = args.gguf_file
+    if args.json:
+        writable_file(args.json)
     if args.demo:
         name, artifact, gguf_file = str(fetch()), args.artifact or str(DEMO_ARTIFACT), GGUF_FILE
     else:
         name, artifact = args.model or DEFAULT_MODEL, args.artifact or DEFAULT_ARTIFACT
     model, tokenizer = load_model(name, gguf_file=gguf_file, device=args.device, dtype=args.dtype)
     inputs = {key: value.to(model.device) for key, value in read_prompt(tokenizer, args.prompt_file).items()}
+    if inputs["input_ids"].shape[1] < 2:
+        raise OscarError(f"the prompt has {inputs['input_ids'].shape[1]} tokens, at least 2 are needed: give more text")
+    # Made before anything runs, so that an artifact of another model is refused at once.
+    oscar = OscarCache.from_pretrained(artifact, config=model.config)
     print(f"{inputs['input_ids'].shape[1]} prompt tokens on {model.device}, {model.dtype}", flush=True)
 
     dynamic = DynamicCache(config=model.config)
@@ -120,7 +126,6 @@ def run(args) -> dict:
     bytes_dynamic = dynamic_bytes(dynamic)
     print(f"DynamicCache took {seconds_dynamic:.1f} s", flush=True)
 
-    oscar = OscarCache.from_pretrained(artifact, config=model.config)
     seconds_oscar = prefill(model, inputs, oscar)
     after_prompt = copy.deepcopy(oscar)
     oscar_tokens, _, seconds = generate(model, inputs, oscar, args.max_new_tokens)

@@ -6,6 +6,8 @@ block of dequantized history is alive at a time, and the softmax is accumulated 
 float64 queries).
 """
 
+import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +29,22 @@ _BLOCK_ELEMENTS = 1 << 24
 
 # What is known of masks that are still alive; it keeps none of them alive.
 _causal_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def without_autocast(device: torch.device):
+    """A context in which torch keeps the dtypes that this package chose, also inside somebody's autocast."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _keeps_dtypes(function):
+    @functools.wraps(function)
+    def wrapped(layer, *args, **kwargs):
+        with without_autocast(layer.device):
+            return function(layer, *args, **kwargs)
+
+    return wrapped
 
 
 @dataclass
@@ -180,6 +198,7 @@ def _mask_block(mask: Tensor, segment: Segment, heads: int) -> Tensor:
     return block[:, :, None] if block.shape[1] == 1 else block.unflatten(1, (heads, -1))
 
 
+@_keeps_dtypes
 def packed_attention(
     layer: "OscarLayer", query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
@@ -231,6 +250,7 @@ def packed_attention(
     return folded.unfold(output).to(query.dtype)
 
 
+@_keeps_dtypes
 def packed_scores(layer: "OscarLayer", query: Tensor) -> Tensor:
     """q k^T over all slots, [B, Hq, M, T] in the query's dtype, unscaled: the first product of eager attention."""
     folded = _Query(layer, query)
@@ -253,6 +273,7 @@ def packed_scores(layer: "OscarLayer", query: Tensor) -> Tensor:
     return folded.unfold(scores).to(query.dtype)
 
 
+@_keeps_dtypes
 def packed_weighted_sum(layer: "OscarLayer", weights: Tensor) -> Tensor:
     """weights [B, Hq, M, T] times v, [B, Hq, M, Dv] in their dtype: the second product of eager attention."""
     dtype = torch.promote_types(weights.dtype, torch.float32)

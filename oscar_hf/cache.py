@@ -14,6 +14,9 @@ from .errors import ArtifactError, CacheStateError, OscarError
 from .layer import OscarLayer
 from .memory import LayerMemory, MemoryReport, tensors_of
 
+# Fewer equal tokens at the start of two turns are likely chance (a BOS token, a chat header).
+_REPEATED_TOKENS = 16
+
 
 class OscarCache(Cache):
     """A 2-bit KV cache for `model.generate(past_key_values=...)` and `model(past_key_values=...)`.
@@ -74,9 +77,12 @@ class OscarCache(Cache):
                 stacklevel=2,
             )
         super().__init__(layers=layers)
+        # Layers that read another layer's keys and values do so after the next layers' updates.
+        self._donors = _donor_layers(config, artifact, self.oscar_layers)
         # Not the base class's `offloading`: that moves a layer away before attention has read it through our handles.
         self._offloads = offloading
         self._open_layer: OscarLayer | None = None
+        self._first_layer: OscarLayer | None = None
 
     @classmethod
     def from_pretrained(
@@ -113,16 +119,46 @@ class OscarCache(Cache):
             )
         layer = self.layers[layer_idx]
         previous = self._open_layer
-        if previous is not None and previous is not layer:
+        if previous is not None and previous is not layer and previous not in self._donors:
             # Attention of that layer is over: pack what it kept exact, so that one layer at most holds a whole prompt.
             previous.commit()
             if self._offloads:
                 previous.offload()
+        if self._first_layer is None and isinstance(layer, OscarLayer):
+            self._first_layer = layer
+        if layer is self._first_layer:
+            self._check_new_forward(value_states)
         if isinstance(layer, OscarLayer):
             self._open_layer = layer
             if self._offloads:
                 layer.prefetch()
         return layer.update(key_states, value_states, *args, **kwargs)
+
+    def _check_new_forward(self, value_states: Tensor) -> None:
+        """At the start of a forward: refuse to go on after an interrupted one, warn if the prompt is being fed again."""
+        first = self._first_layer
+        held = first.get_seq_length()
+        lengths = {layer.get_seq_length() for layer in self.oscar_layers} - {0}
+        if len(lengths) > 1:
+            raise CacheStateError(
+                f"the layers hold {min(lengths)} to {max(lengths)} tokens: an earlier forward did not finish, or belonged to "
+                "another model; call cache.reset() or use a new cache"
+            )
+        count = min(value_states.shape[2], held, first.sink)
+        if count < _REPEATED_TOKENS or first.starts is not None:
+            return
+        same = (value_states.shape[0], value_states.shape[1], value_states.shape[3])
+        if same == (first.batch_size, first.kv_heads, first.sink_values.shape[3]):
+            first.commit()
+            # Values of the first layer carry no positions, so the same tokens give the same rows.
+            if torch.allclose(
+                value_states[:, :, :count].to(first.dtype), first.sink_values[:, :, :count], atol=1e-3, rtol=1e-3
+            ):
+                warnings.warn(
+                    "oscar_hf: these tokens begin like the ones that the cache holds already. A cache that was used for a prompt "
+                    "must not be given the same prompt again: pass only new tokens, or call cache.reset() first",
+                    stacklevel=5,
+                )
 
     @property
     def oscar_layers(self) -> list[OscarLayer]:
@@ -171,6 +207,16 @@ class OscarCache(Cache):
     def __repr__(self) -> str:
         kinds = len(self.oscar_layers)
         return f"OscarCache({self.artifact!r}, {kinds} packed of {len(self.layers)} layers, {self.get_seq_length()} tokens)"
+
+
+def _donor_layers(config: PreTrainedConfig, artifact: Artifact, layers: list[OscarLayer]) -> list[OscarLayer]:
+    """Layers whose keys and values other layers may read later in a forward; they pack a prompt at their next update."""
+    recorded = artifact.config.cache_fields
+    if getattr(config, "kv_sharing_modes", None) or recorded.get("kv_sharing_modes"):
+        return layers
+    if getattr(config, "num_kv_shared_layers", None) or recorded.get("num_kv_shared_layers"):
+        return layers[-1:]
+    return []
 
 
 def _layer_memory(index: int, layer: OscarLayer) -> LayerMemory:

@@ -163,6 +163,11 @@ def calibrate(
     Raises ArtifactError, UnsupportedModelError.
     """
     config = OscarConfig.from_recipe(recipe, **overrides)
+    # Statistics of what gets packed come from tokens after the sink.
+    if context < 2 * config.sink_tokens + 1:
+        raise ArtifactError(
+            f"context: got {context}, allowed is more than {2 * config.sink_tokens} tokens (twice the sink)"
+        )
     if text is None:
         text, text_source = default_text()
     sequences = token_sequences(tokenizer, text, tokens, context, seed)

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import sys
+from pathlib import Path
 
 from .config import RECIPES, VALUE_TARGETS
 from .errors import OscarError
@@ -16,6 +18,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except OscarError as error:
+        print(f"oscar-hf: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
         print(f"oscar-hf: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -37,9 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--text", nargs="+", metavar="FILE", help="UTF-8 text (default: the text inside the package)"
     )
-    calibrate.add_argument("--tokens", type=int, default=20480, help="tokens to calibrate on (default: 20480)")
-    calibrate.add_argument("--context", type=int, default=4096, help="tokens per sequence (default: 4096)")
-    calibrate.add_argument("--seed", type=int, default=0, help="shifts the sequences within the text (default: 0)")
+    calibrate.add_argument("--tokens", type=_positive, default=20480, help="tokens to calibrate on (default: 20480)")
+    calibrate.add_argument("--context", type=_positive, default=4096, help="tokens per sequence (default: 4096)")
+    calibrate.add_argument("--seed", type=_seed, default=0, help="shifts the sequences within the text (default: 0)")
     calibrate.set_defaults(run=_calibrate)
 
     inspect = commands.add_parser("inspect", help="print what an artifact holds and whether it is sound")
@@ -52,10 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     _model_arguments(evaluate)
     evaluate.add_argument("--artifact", nargs="+", required=True, metavar="A", help="folders or Hub repository ids")
     evaluate.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text not used to calibrate")
-    evaluate.add_argument("--context", type=int, default=4096, help="tokens per sequence (default: 4096)")
-    evaluate.add_argument("--sequences", type=int, default=4, help="sequences from the text (default: 4)")
+    evaluate.add_argument("--context", type=_context, default=4096, help="tokens per sequence (default: 4096)")
+    evaluate.add_argument("--sequences", type=_positive, default=4, help="sequences from the text (default: 4)")
     evaluate.add_argument("--side", default="kv", choices=("kv", "k", "v"), help="quantize keys, values or both")
-    evaluate.add_argument("--seed", type=int, default=0, help="shifts the sequences within the text (default: 0)")
+    evaluate.add_argument("--seed", type=_seed, default=0, help="shifts the sequences within the text (default: 0)")
     evaluate.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
     evaluate.set_defaults(run=_evaluate)
 
@@ -78,6 +83,42 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
     decode.set_defaults(run=_bench_decode)
     return parser
+
+
+def _at_least(minimum: int, text: str) -> int:
+    value = int(text)
+    if not minimum <= value < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text} is not between {minimum} and {(1 << 31) - 1}")
+    return value
+
+
+def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _seed(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _context(text: str) -> int:
+    return _at_least(4, text)
+
+
+def writable_file(path: str) -> None:
+    """Raise OscarError unless a file can be written at a path, before hours are spent on what goes into it."""
+    target = Path(path)
+    if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise OscarError(
+            f"cannot write the file {path!r}: give a file name in a folder that exists and can be written to"
+        )
+
+
+def _writable_folder(path: str) -> None:
+    """The same for a folder that is to be made."""
+    target = Path(path)
+    existing = next(p for p in (target, *target.absolute().parents) if p.exists())
+    if not path.strip() or not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise OscarError(f"cannot write the folder {path!r}: give a folder that exists or can be made")
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +151,7 @@ def load_model(name: str, *, revision=None, gguf_file=None, device=None, dtype="
             name, dtype=getattr(torch, dtype), attn_implementation="sdpa", **options
         )
         return model.to(device).eval(), tokenizer
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OscarError(f"cannot load the model {name!r} on {device}: {reason}") from error
 
@@ -124,6 +165,7 @@ def _load(args):
 def _calibrate(args) -> int:
     from .calibrate import calibrate, read_texts
 
+    _writable_folder(args.output)
     text, source = read_texts(args.text) if args.text else (None, None)
     overrides = {"value_target": args.value_target} if args.value_target else {}
     model, tokenizer = _load(args)
@@ -151,6 +193,8 @@ def _evaluate(args) -> int:
     from .calibrate import read_texts, token_sequences
     from .evaluate import evaluate
 
+    if args.json:
+        writable_file(args.json)
     artifacts = {name: Artifact.load(name) for name in args.artifact}
     text, source = read_texts(args.text)
     model, tokenizer = _load(args)
@@ -177,6 +221,8 @@ def _bench_kernel(args) -> int:
     from .bench.kernel import ROWS, bench_kernel
     from .bench.timing import require_cuda
 
+    if args.json:
+        writable_file(args.json)
     require_cuda(args.device)
     return _finish(bench_kernel(ROWS[: args.rows]), args.json)
 
@@ -185,6 +231,8 @@ def _bench_decode(args) -> int:
     from .bench.generation import bench_generation, shaped_model, synthetic_artifact
     from .bench.timing import require_cuda
 
+    if args.json:
+        writable_file(args.json)
     model = shaped_model(args.shape, require_cuda(args.device))
     artifact = synthetic_artifact(model.config)
     return _finish(bench_generation(model, artifact, args.context, args.batch, args.new_tokens), args.json)

@@ -47,6 +47,7 @@ class _StreamingView:
     """What the handles of a StreamingLayer refer to; see handle.OscarKV. Unpadded prompts of one call only."""
 
     dense_is_free = True
+    live = None
 
     def __init__(self, layer: "StreamingLayer", keys: Tensor, values: Tensor):
         self.layer, self.keys, self.values = layer, keys, values
@@ -90,6 +91,13 @@ class StreamingLayer(DynamicLayer):
             return x
         config, dim = self.config, x.shape[3]
         constants = self.artifact.constants(self.layer_idx, x.device, dim, dim)
+        made_for = constants.key_dim if kind == "k" else constants.value_dim
+        heads = {t.shape[0] for name, t in constants.tensors().items() if name == "key_mean" or t.dim() == 3}
+        if made_for != dim or heads - {x.shape[1]}:
+            raise ArtifactError(
+                f"{self.artifact.source} was made for heads of dim {made_for} ({heads or 'any number'} KV heads) in layer "
+                f"{self.layer_idx}, the model has {x.shape[1]} of dim {dim}: use the artifact of this model"
+            )
         rows = PackedRows(
             *x.shape[:2], dim, config.group_size_for(dim),
             config.key_symmetric if kind == "k" else config.value_symmetric, x.device, x.shape[2],

@@ -25,11 +25,17 @@ def _warn_dense(operation: str) -> None:
         )
 
 
+def _is_device(value, device: torch.device) -> bool:
+    """Whether `value` names `device`; anything but a device does not."""
+    return isinstance(value, (str, torch.device)) and torch.device(value) == device
+
+
 class OscarKV:
     """Stands for the keys ("k") or values ("v") of one layer right after an update.
 
     view: the call's view of the layer, see `layer.CallView`: attend(query, mask, is_causal, scale, repeat),
-    scores(query), weighted_sum(weights), dense(kind), dense_is_free. shape: that of the dense tensor in the present form.
+    scores(query), weighted_sum(weights), dense(kind), dense_is_free, live (tensors with a gradient, or None), and maybe
+    observe(mask=, weights=). shape: that of the dense tensor in the present form.
     repeat: how often each KV head is repeated. form: 0 [B, H, T, D], 1 [B, H, 1, T, D], 2 [B, H, repeat, T, D],
     3 [B, H, D, T].
     """
@@ -128,6 +134,10 @@ class OscarKV:
         return dense.transpose(2, 3) if self.form == 3 else dense
 
     def to(self, *args, **kwargs):
+        # Models that share keys and values between layers move them to the reader's device, mostly their own.
+        wanted = [*args, *(kwargs.get(name) for name in ("device", "dtype") if kwargs.get(name) is not None)]
+        if all(w == self.dtype if isinstance(w, torch.dtype) else _is_device(w, self.device) for w in wanted):
+            return self
         return self.materialise("to").to(*args, **kwargs)
 
     def __getattr__(self, name: str):
@@ -184,6 +194,12 @@ def _densify(value, name: str):
     return value
 
 
+def _observe(view, **seen) -> None:
+    """Show a call's mask or weights to its view, also when the dense path then does the attention."""
+    if hasattr(view, "observe"):
+        view.observe(**seen)
+
+
 def _packed_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Packed attention if this is a plain K and V pair of one view; None sends the caller to the dense path."""
     if not (isinstance(key, OscarKV) and isinstance(value, OscarKV)) or isinstance(query, OscarKV):
@@ -192,7 +208,8 @@ def _packed_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fal
     pair = view is value.view_of_layer and (key.kind, value.kind) == ("k", "v") and key.repeat == value.repeat
     if not pair or key.form or value.form or dropout_p > 0 or isinstance(attn_mask, OscarKV):
         return None
-    if torch.is_grad_enabled() and query.requires_grad:
+    _observe(view, mask=attn_mask)
+    if torch.is_grad_enabled() and (query.requires_grad or view.live is not None):
         return None
     if query.shape[1] % view.kv_heads or not (enable_gqa or query.shape[1] == key.shape[1]):
         return None
@@ -205,7 +222,9 @@ def _packed_matmul(left, right):
         return None
     if left.shape[1] != right.view_of_layer.kv_heads * right.repeat:
         return None
-    if torch.is_grad_enabled() and left.requires_grad:
+    if right.kind == "v" and right.form == 0:
+        _observe(right.view_of_layer, weights=left)
+    if torch.is_grad_enabled() and (left.requires_grad or right.view_of_layer.live is not None):
         return None
     if right.kind == "k" and right.form == 3:
         return right.view_of_layer.scores(left)

@@ -15,12 +15,14 @@ everything, and after attention if they are many (a prompt), so that at most one
 DRAFT_MARGIN tokens of the latest call stay exact beyond the recent window: rejected draft tokens leave no trace.
 """
 
+import weakref
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .artifact import Artifact
-from .attention import attend, exact_attention, packed_scores, packed_weighted_sum
+from .attention import attend, exact_attention, packed_scores, packed_weighted_sum, without_autocast
 from .config import OscarConfig
 from .errors import ArtifactError, CacheStateError, UnsupportedModelError
 from .handle import OscarKV
@@ -42,6 +44,9 @@ class CallView:
     def __init__(self, layer: "OscarLayer", keys: Tensor, values: Tensor, is_first: bool):
         self.layer, self.version = layer, layer.version
         self.exact = (keys, values) if is_first else None
+        # What is stored never has a gradient; the call's own tokens keep theirs for as long as the view lives.
+        needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+        self.live = (keys, values) if needs_grad else None
         self.kv_heads, self.new_tokens = keys.shape[1:3]
         self.dtype, self.device = keys.dtype, keys.device
 
@@ -56,13 +61,18 @@ class CallView:
                 "these keys and values belong to an earlier update of the cache: use the ones that the last update returned"
             )
 
+    def observe(self, mask: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Let the layer learn from a mask or from attention weights where the rows of a padded batch begin."""
+        if weights is None:
+            self.layer.observe_mask(self, mask)
+        else:
+            self.layer.observe_weights(self, weights)
+
     def attend(self, query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, repeat: int) -> Tensor:
         """Attention output [B, Hq, M, Dv] in the query's dtype; arguments as in scaled_dot_product_attention."""
         if self.exact is not None:
-            self.layer.observe_mask(self, mask)
             return exact_attention(query, *self.exact, mask, is_causal, scale, repeat)
         self._check_fresh()
-        self.layer.observe_mask(self, mask)
         return attend(self.layer, query, mask, is_causal, scale, self.new_tokens)
 
     def scores(self, query: Tensor) -> Tensor:
@@ -74,7 +84,6 @@ class CallView:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """weights v of eager attention, [B, Hq, M, Dv]."""
-        self.layer.observe_weights(self, weights)
         if self.exact is not None:
             return torch.matmul(weights, _repeat(self.exact[1], weights.shape[1]))
         self._check_fresh()
@@ -85,7 +94,10 @@ class CallView:
         if self.exact is not None:
             return self.exact[kind == "v"]
         self._check_fresh()
-        return self.layer.dense(kind)
+        dense = self.layer.dense(kind).to(self.dtype)
+        if self.live is None:
+            return dense
+        return torch.cat([dense[:, :, : dense.shape[2] - self.new_tokens], self.live[kind == "v"]], 2)
 
 
 def _repeat(x: Tensor, heads: int) -> Tensor:
@@ -115,7 +127,8 @@ class OscarLayer(CacheLayerMixin):
         # Until a mask, or the lack of one, says where each row begins.
         self.starts_known = self._mask_seen = False
         self.pending: tuple[Tensor, Tensor] | None = None
-        self._pending_view: CallView | None = None
+        # Weak: the view refers to the layer, and a cycle would keep a whole prompt alive until the next collection.
+        self._pending_view: weakref.ref[CallView] | None = None
 
     def __repr__(self) -> str:
         return f"OscarLayer(tokens={self.get_seq_length()}, history={self.history})"
@@ -144,17 +157,23 @@ class OscarLayer(CacheLayerMixin):
         value_dim = value_states.shape[3]
         self.constants = self.artifact.constants(self.layer_idx, self.device, key_dim, value_dim)
         self._check_constants(key_dim, value_dim)
-        shape = (self.batch_size, self.kv_heads)
+        # Buffers that are updated in place for a long time must not be inference tensors, whatever mode the first call is in.
+        with torch.inference_mode(False):
+            self._allocate(key_states, value_states)
+        self.is_initialized = True
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
+        shape, key_dim, value_dim = (self.batch_size, self.kv_heads), key_states.shape[3], value_states.shape[3]
         self.sink_keys = key_states.new_zeros(*shape, self.sink, key_dim)
-        self.sink_values = value_states.new_zeros(*shape, self.sink, value_dim)
+        # Autocast passes float32 keys (they went through RoPE) beside bfloat16 values; one dtype holds both.
+        self.sink_values = key_states.new_zeros(*shape, self.sink, value_dim)
         self.ring_keys = key_states.new_zeros(*shape, self.ring_size, key_dim)
-        self.ring_values = value_states.new_zeros(*shape, self.ring_size, value_dim)
+        self.ring_values = key_states.new_zeros(*shape, self.ring_size, value_dim)
         config = self.config
         self.key_rows = PackedRows(*shape, key_dim, config.group_size_for(key_dim), config.key_symmetric, self.device)
         self.value_rows = PackedRows(
             *shape, value_dim, config.group_size_for(value_dim), config.value_symmetric, self.device
         )
-        self.is_initialized = True
 
     def _check_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
         if key_states.dim() != 4 or value_states.shape[:3] != key_states.shape[:3]:
@@ -188,6 +207,13 @@ class OscarLayer(CacheLayerMixin):
                 f"{key_dim} (values {value_dim}): use the artifact of this model"
             )
 
+    def _same_kind(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Whether the buffers suit these states; an empty layer may be used again for others."""
+        same_dims = self.sink_values.shape[3] == value_states.shape[3]
+        held, given = self.sink_keys, key_states
+        kinds = [(x.shape[:2], x.shape[3], x.dtype, x.device) for x in (held, given)]
+        return same_dims and kinds[0] == kinds[1]
+
     def _check_fits(self, key_states: Tensor, value_states: Tensor) -> None:
         self._check_geometry(key_states, value_states)
         given = (key_states.shape[0], key_states.shape[1], key_states.shape[3], value_states.shape[3])
@@ -201,15 +227,20 @@ class OscarLayer(CacheLayerMixin):
     # -------------------------------------------------------------------------------------------------- update
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Add the tokens of a call, [B, H, M, D]; returns two OscarKV handles over all tokens (dense tensors on request)."""
-        if not self.is_initialized:
+        if not self.is_initialized or (self.get_seq_length() == 0 and not self._same_kind(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
         self._check_fits(key_states, value_states)
+        if self.starts is not None and len(self.starts) != self.batch_size:
+            raise CacheStateError(
+                f"the padding was given for {len(self.starts)} rows, the model passed {self.batch_size}: generate() expands "
+                "rows for beams and num_return_sequences, so give mask.repeat_interleave(n, 0)"
+            )
         self.commit()
         self.version += 1
         is_first, new = self.tokens == 0, key_states.shape[2]
         view = CallView(self, key_states, value_states, is_first)
         if is_first or new > DRAFT_MARGIN or not self.starts_known:
-            self.pending, self._pending_view = (key_states, value_states), view
+            self.pending, self._pending_view = (key_states, value_states), weakref.ref(view)
         else:
             self._place(key_states, value_states)
         if self.returns_dense:
@@ -222,33 +253,36 @@ class OscarLayer(CacheLayerMixin):
         """Place the tokens of the latest call if they are still waiting; idempotent."""
         if self.pending is None:
             return
-        (keys, values), self.pending, self._pending_view = self.pending, None, None
         # No mask was shown (flash attention): every row is taken to begin at slot 0.
         self.starts_known = self.starts_known or not self._mask_seen
-        # The computation that made them may require gradients; what is stored never does.
-        self._place(keys.detach(), values.detach())
+        # They stop waiting only once they are placed: running out of memory must not lose them.
+        self._place(*self.pending, waiting=True)
 
     @torch.no_grad()
-    def _place(self, keys: Tensor, values: Tensor) -> None:
-        """Put new tokens into sink and ring, first packing what must leave the exact region."""
-        first, new = self.tokens, keys.shape[2]
-        total = first + new
-        exact = self.config.recent_tokens - 1 + min(new, DRAFT_MARGIN)
-        history = max(self.history, total - self.sink - exact)
-        begin, end = self.sink + self.history, self.sink + history
-        if history > self.history:
-            leaving_keys = self._slots(self.ring_keys, keys, begin, end)
-            leaving_values = self._slots(self.ring_values, values, begin, end)
-            self._append_history(leaving_keys, leaving_values)
-        # Slots of the sink region go to the sink buffer alone.
-        sinking = min(self.sink, total) - first
-        if sinking > 0:
-            self._write_sink(first, keys[:, :, :sinking], values[:, :, :sinking])
-        begin = max(first, self.sink + history)
-        if begin < total:
-            index = self.ring_index(begin, total)
-            self.ring_keys[:, :, index] = keys[:, :, begin - first :].to(self.dtype)
-            self.ring_values[:, :, index] = values[:, :, begin - first :].to(self.dtype)
+    def _place(self, keys: Tensor, values: Tensor, waiting: bool = False) -> None:
+        """Put new tokens into sink and ring, first packing what must leave the exact region. Counters change last, so that a
+        failure leaves the layer as it was and a second try does the same again."""
+        with without_autocast(self.device):
+            first, new = self.tokens, keys.shape[2]
+            total = first + new
+            exact = self.config.recent_tokens - 1 + min(new, DRAFT_MARGIN)
+            history = max(self.history, total - self.sink - exact)
+            begin, end = self.sink + self.history, self.sink + history
+            if history > self.history:
+                leaving_keys = self._slots(self.ring_keys, keys, begin, end)
+                leaving_values = self._slots(self.ring_values, values, begin, end)
+                self._append_history(leaving_keys, leaving_values)
+            # Slots of the sink region go to the sink buffer alone.
+            sinking = min(self.sink, total) - first
+            if sinking > 0:
+                self._write_sink(first, keys[:, :, :sinking], values[:, :, :sinking])
+            begin = max(first, self.sink + history)
+            if begin < total:
+                index = self.ring_index(begin, total)
+                self.ring_keys[:, :, index] = keys[:, :, begin - first :].to(self.dtype)
+                self.ring_values[:, :, index] = values[:, :, begin - first :].to(self.dtype)
+        if waiting:
+            self.pending = self._pending_view = None
         self.tokens, self.history = total, history
 
     def ring_index(self, begin: int, end: int) -> Tensor | slice:
@@ -298,23 +332,45 @@ class OscarLayer(CacheLayerMixin):
 
     # -------------------------------------------------------------------------------------------------- padding
     def observe_mask(self, view: CallView, mask: Tensor | None) -> None:
-        """Learn from the attention mask of a call where each row begins: its first slot that the last query sees."""
-        if self.starts_known or view is not self._pending_view:
+        """Learn from the attention mask of a call where each row begins: after the leading slots that no query sees."""
+        if self.starts_known or self._pending_view is None or view is not self._pending_view():
+            if self.starts is not None and mask is not None and view.new_tokens > 1:
+                self._check_padding_stays_hidden(mask)
             return
         if mask is None:
             self.starts_known = True
             return
         visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        self._learn_starts(visible[:, :, -1, : self.get_seq_length()].any(1))
+        visible = visible[..., : self.get_seq_length()].flatten(1, 2).any(1)
+        self._learn_starts(torch.where(visible.any(-1), visible.int().argmax(-1), visible.shape[-1]))
 
     def observe_weights(self, view: CallView, weights: Tensor) -> None:
-        """The same from eager attention's weights: a slot that no head of the last query gives weight to is padding."""
-        if self.starts_known or view is not self._pending_view:
+        """The same from the weights of eager attention [B, Hq, M, T], which hides a padding query's whole row: softmax then
+        gives every slot the same weight, later ones too, which no causal row of a real token can."""
+        if self.starts_known or self._pending_view is None or view is not self._pending_view():
             return
-        last = weights[:, :, -1]
-        # Eager attention gives a row that is masked entirely the same weight everywhere.
-        masked = (last == last[:, :1, :1]).flatten(1).all(1) if last.shape[-1] > 1 else last.new_zeros(1).bool()
-        self._learn_starts((last > 0).any(1) & ~masked[:, None])
+        new, total = weights.shape[2:]
+        if total == 1:
+            self.starts_known = True
+            return
+        hidden = (weights == weights[..., :1]).all(-1).all(1)
+        # The last query has no later slot; it is padding only if all before it are.
+        leading = hidden.int().cumprod(-1).sum(-1)
+        if new > 1:
+            leading = torch.where(hidden[:, :-1].all(-1), leading, leading.clamp(max=new - 1))
+        self._learn_starts(torch.where(leading > 0, total - new + leading, 0 if total == new else total - new))
+
+    def _check_padding_stays_hidden(self, mask: Tensor) -> None:
+        """Refuse a mask that shows slots which an earlier mask hid from every query: nothing was kept of them."""
+        first = min(max(self.starts), self.sink)
+        slots = torch.arange(first, device=mask.device)
+        dropped = slots < self.row_starts().to(mask.device)[:, None]
+        seen = mask[..., :first] if mask.dtype == torch.bool else mask[..., :first] > torch.finfo(mask.dtype).min / 2
+        if bool((seen.flatten(1, 2).any(1) & dropped).any()):
+            raise CacheStateError(
+                "this attention mask shows tokens that the first mask hid, and those were taken for padding and dropped: "
+                "use the same mask from the first call on, or a new cache"
+            )
 
     def set_starts(self, starts: list[int]) -> None:
         """State where each row begins, before the first update."""
@@ -324,11 +380,10 @@ class OscarLayer(CacheLayerMixin):
             )
         self.starts, self.starts_known = (starts if any(starts) else None), True
 
-    def _learn_starts(self, visible: Tensor) -> None:
-        """visible: bool [B | 1, T], whether the last query of a row sees a slot."""
-        total = visible.shape[-1]
-        visible = visible.expand(self.batch_size, total)
-        seen = torch.where(visible.any(-1), visible.int().argmax(-1), total).tolist()
+    def _learn_starts(self, seen: Tensor) -> None:
+        """seen: int [B | 1], the first real slot of each row as far as this call tells; its length where there is none yet."""
+        total = self.get_seq_length()
+        seen = seen.expand(self.batch_size).tolist()
         # What an earlier call settled stays: only rows that were still inside their padding are decided now.
         known = self.starts or [0 if self._mask_seen else self.tokens] * self.batch_size
         starts = [old if old < self.tokens else new for old, new in zip(known, seen)]
@@ -369,7 +424,8 @@ class OscarLayer(CacheLayerMixin):
                 if is_key
                 else (self.value_rows, constants.value_inverse, None)
             )
-            parts.append(dequantize_rows(rows, 0, self.history, inverse, mean, self.dtype))
+            with without_autocast(self.device):
+                parts.append(dequantize_rows(rows, 0, self.history, inverse, mean, self.dtype))
         begin = self.sink + self.history
         if begin < self.tokens:
             parts.append(ring[:, :, self.ring_index(begin, self.tokens)])
@@ -401,6 +457,7 @@ class OscarLayer(CacheLayerMixin):
         return self.get_max_length()
 
     # -------------------------------------------------------------------------------------------------- operations
+    @torch.inference_mode(False)
     def _map(self, function) -> None:
         """Apply `function` to every stored tensor."""
         for name in ("sink_keys", "sink_values", "ring_keys", "ring_values"):
@@ -428,6 +485,8 @@ class OscarLayer(CacheLayerMixin):
         indices = torch.as_tensor(indices)
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
+        if self.is_initialized:
+            indices = torch.where(indices < 0, indices + self.batch_size, indices)
         self._select(
             lambda t: t.index_select(0, indices.to(t.device)), lambda starts: [starts[i] for i in indices.tolist()]
         )

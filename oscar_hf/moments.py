@@ -105,6 +105,7 @@ class _RecordingView:
     """What the handles of a RecordingLayer refer to; see handle.OscarKV."""
 
     dense_is_free = True
+    live = None
 
     def __init__(self, layer: "RecordingLayer", keys: Tensor, values: Tensor):
         self.layer, self.keys, self.values = layer, keys, values

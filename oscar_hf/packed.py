@@ -81,6 +81,7 @@ class PackedRows:
         self.codes, self.scale = function(self.codes), function(self.scale)
         self.min = None if self.min is None else function(self.min)
 
+    @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` in total; grows geometrically and copies this one store alone."""
         if tokens <= self.capacity:

@@ -127,11 +127,13 @@ def _qparams_of_range(low: Tensor, high: Tensor, symmetric: bool) -> tuple[Tenso
 
 def _search(x, low, high, group_size, rule, symmetric, metric):
     """Least-error range among the shrunken ones; a strictly smaller error wins, so ties keep the wider range."""
-    middle = (low + high) / 2
-    best_error = best_scale = best_low = None
-    for low_factor, high_factor in rule.factors():
+    factors = torch.tensor(rule.factors(), dtype=x.dtype, device=x.device)
+    factors = factors.view(-1, 2, *[1] * low.dim())
+    middle, best = (low + high) / 2, None
+    # Candidates are tried side by side as far as memory allows: a single token then costs one pass, not one per candidate.
+    for part in factors.split(max(1, _SEARCH_ELEMENTS // 4 // max(1, x.numel()))):
         scale, candidate = _qparams_of_range(
-            middle + (low - middle) * low_factor, middle + (high - middle) * high_factor, symmetric
+            middle + (low - middle) * part[:, 0], middle + (high - middle) * part[:, 1], symmetric
         )
         error = dequantize(quantize(x, scale, candidate), scale, candidate) - x
         if rule.weighted:
@@ -139,13 +141,14 @@ def _search(x, low, high, group_size, rule, symmetric, metric):
             loss = ((error @ metric.to(error.dtype)) * error).sum(-1, keepdim=True).expand_as(scale)
         else:
             loss = _grouped(error, group_size).square().sum(-1)
-        if best_error is None:
-            best_error, best_scale, best_low = loss, scale, candidate
+        winner = loss.argmin(0, keepdim=True)
+        found = [t.gather(0, winner)[0] for t in (loss, scale, candidate)]
+        if best is None:
+            best = found
         else:
-            better = loss < best_error
-            best_error = torch.where(better, loss, best_error)
-            best_scale, best_low = torch.where(better, scale, best_scale), torch.where(better, candidate, best_low)
-    return best_scale, best_low
+            better = found[0] < best[0]
+            best = [torch.where(better, new, old) for new, old in zip(found, best)]
+    return best[1], best[2]
 
 
 def _minimum(scale: Tensor, minimum: Tensor | None) -> Tensor:

@@ -314,3 +314,169 @@ def test_cache_without_a_model_config_comes_from_the_artifact(tmp_path):
         too_deep.generate(prompt(1, 30)[0], past_key_values=OscarCache.from_pretrained(tmp_path), max_new_tokens=3)
     with pytest.raises(ArtifactError, match="3 cache layers"):
         OscarCache.from_pretrained(tmp_path, config=too_deep.config)
+
+
+def test_uniform_eager_weights_are_not_padding():
+    """A prompt of one repeated token gives uniform weights where there are no positions; nothing of it may be dropped."""
+    model = tiny_model("llama", "eager")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.zero_()
+    ids = torch.full((1, 20), 5)
+    cache = new_cache(recent_tokens=64)
+    with torch.no_grad():
+        got = [
+            model(input_ids=ids, past_key_values=cache).logits,
+            model(input_ids=ids[:, :1], past_key_values=cache).logits,
+        ]
+        expected = model(input_ids=torch.full((1, 21), 5)).logits
+    assert cache.layers[0].starts is None
+    torch.testing.assert_close(torch.cat(got, 1), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_a_mask_that_shows_dropped_tokens_is_refused():
+    model = tiny_model("llama")
+    ids, mask = prompt(1, 40)
+    mask[:, :10] = 0
+    cache = new_cache(sink_tokens=16)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(CacheStateError, match="the first mask hid"):
+            model(input_ids=ids[:, :3], attention_mask=torch.ones(1, 43, dtype=torch.long), past_key_values=cache)
+
+
+def test_prompt_in_inference_mode_then_outside():
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 60)
+    caches = [new_cache(), new_cache()]
+    with torch.inference_mode():
+        model(input_ids=ids, past_key_values=caches[0])
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=caches[1])
+        outputs = [model(input_ids=ids[:, :5], past_key_values=cache).logits for cache in caches]
+        caches[0].reset()
+        model(input_ids=ids, past_key_values=caches[0])
+        caches[0].reorder_cache(torch.tensor([0, 0]))
+        model(input_ids=ids[:, :1].expand(2, 1), past_key_values=caches[0])
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_autocast_packs_and_attends_in_our_dtypes(attn):
+    model = tiny_model("llama", attn)
+    ids, _ = prompt(1, 60)
+    handles, dense = new_cache(), new_cache(_returns_dense=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for cache in (handles, dense):
+            model(input_ids=ids, past_key_values=cache)
+        got, expected = (
+            model(input_ids=ids[:, :2], past_key_values=cache).logits.float() for cache in (handles, dense)
+        )
+    assert torch.linalg.vector_norm(got - expected) < 0.05 * torch.linalg.vector_norm(expected)
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_gradients_reach_the_new_tokens_as_with_a_dense_cache(count):
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 60)
+    embedded = model.get_input_embeddings()(ids).detach()
+    gradients = []
+    for cache in (OscarCache(model.config, recipe="hadamard"), None):
+        new = embedded[:, 10 : 10 + count].clone().requires_grad_(True)
+        with torch.no_grad():
+            past = model(input_ids=ids[:, :10], past_key_values=cache, use_cache=True).past_key_values
+        model(inputs_embeds=new, past_key_values=past).logits.square().sum().backward()
+        gradients.append(new.grad)
+    torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_padding_is_learnt_also_with_gradients(attn):
+    model = tiny_model("llama", attn)
+    ids, mask = prompt(2, 40, (0, 13))
+    cache = new_cache()
+    model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    cache.commit()
+    assert cache.layers[0].starts == [0, 13]
+
+
+def test_padding_of_another_batch_is_refused():
+    cache = new_cache()
+    cache.set_padding(torch.tensor([[0, 1, 1]]))
+    with pytest.raises(CacheStateError, match="given for 1 rows, the model passed 2"):
+        cache.layers[0].update(*states(3))
+
+
+def test_an_empty_cache_takes_another_batch_and_dtype():
+    cache = new_cache()
+    layer = cache.layers[0]
+    layer.update(*states(30))
+    for empty in (cache.reset, lambda: cache.crop(-30)):
+        empty()
+        layer.update(*states(20, batch=3, dtype=torch.bfloat16))
+        layer.commit()
+        assert layer.batch_size == 3 and layer.dense("k").dtype == torch.bfloat16
+        cache.reset()
+        layer.update(*states(30))
+        layer.commit()
+        assert layer.dense("k").dtype == torch.float32
+
+
+def test_feeding_the_same_prompt_again_warns():
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 40)
+    cache = new_cache(sink_tokens=32)
+    model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    with pytest.warns(UserWarning, match="begin like the ones that the cache holds already"), torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+
+
+def test_an_interrupted_forward_is_noticed():
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 40)
+    cache = new_cache()
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+        broken = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids=ids[:, :1], past_key_values=cache)
+        broken.remove()
+        with pytest.raises(CacheStateError, match="40 to 41 tokens"):
+            model(input_ids=ids[:, :1], past_key_values=cache)
+        cache.reset()
+        model(input_ids=ids, past_key_values=cache)
+
+
+def test_failing_to_place_a_prompt_keeps_it(monkeypatch):
+    layer = one_layer()
+    keys, values = states(60)
+    layer.update(keys, values)
+
+    def fail(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("oscar_hf.layer.append_rows", fail)
+        with pytest.raises(MemoryError):
+            layer.commit()
+    assert layer.get_seq_length() == 60
+    layer.commit()
+    assert torch.equal(layer.dense("k")[:, :, -8:], keys[:, :, -8:])
+
+
+def test_a_deleted_cache_is_freed_at_once():
+    import gc
+    import weakref
+
+    gc.collect()
+    gc.disable()
+    try:
+        model = tiny_model("llama")
+        cache = new_cache()
+        with torch.no_grad():
+            model(input_ids=prompt(1, 60)[0], past_key_values=cache)
+        layer = weakref.ref(cache.layers[-1])
+        del cache
+        assert layer() is None
+    finally:
+        gc.enable()

@@ -144,3 +144,11 @@ def test_dropout_and_foreign_pairs_go_dense(pair):
         F.scaled_dot_product_attention(query, keys, dense_values),
         F.scaled_dot_product_attention(query, dense_keys, dense_values),
     )
+
+
+def test_moving_to_where_it_is_keeps_the_handle(pair):
+    keys = pair[0]
+    assert keys.to("cpu") is keys and keys.to(keys.device) is keys and keys.to(torch.float32) is keys
+    assert keys.to(device="cpu", dtype=torch.float32) is keys
+    with pytest.warns(UserWarning, match="`to`"):
+        assert keys.to("cpu", torch.float64).dtype == torch.float64

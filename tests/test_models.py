@@ -64,9 +64,9 @@ def test_exact_while_everything_is_in_the_windows():
     torch.testing.assert_close(got.logits[-1], expected.logits[-1], atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_second_turn_and_chunked_prefill(attn):
-    model = tiny_model("llama", attn)
+@pytest.mark.parametrize("family, attn", [("llama", "sdpa"), ("llama", "eager"), ("gemma3n", "sdpa")])
+def test_second_turn_and_chunked_prefill(family, attn):
+    model = tiny_model(family, attn)
     ids, _ = prompt(2, 150)
     handles, dense = caches(model.config, torch.ones_like(ids), **WINDOWS)
     with torch.no_grad():

@@ -96,10 +96,10 @@ def test_a_prompt_of_one_token(attn, dtype):
 @pytest.mark.filterwarnings("ignore:oscar_hf")
 @pytest.mark.parametrize("pads", [(), (0, 13)], ids=["unpadded", "padded"])
 def test_attention_code_that_wants_real_tensors(pads):
-    AttentionInterface.register("flash_like", flash_like)
-    AttentionMaskInterface.register("flash_like", flash_attention_mask)
+    AttentionInterface.register("wants_tensors", flash_like)
+    AttentionMaskInterface.register("wants_tensors", flash_attention_mask)
     model = tiny_model("llama")
-    model.set_attn_implementation("flash_like")
+    model.set_attn_implementation("wants_tensors")
     ids, mask = prompt(2, 60, pads)
     handles, dense = new_cache(model, **WINDOWS), new_cache(model, _returns_dense=True, **WINDOWS)
     for cache in (handles, dense):

@@ -37,6 +37,16 @@ FAMILIES = {
             linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
         ),
     ),
+    # Layers 2 and 3 read the keys and values of layers 0 and 1.
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        dict(
+            hidden_size=32, num_hidden_layers=4, intermediate_size=[32] * 4, head_dim=16, sliding_window=24, laurel_rank=4,
+            vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, num_kv_shared_layers=2, altup_num_inputs=2,
+            activation_sparsity_pattern=[0.0] * 4,
+            layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
 }  # fmt: skip
 
 # Logit sinks and score softcapping: transformers offers these families no sdpa attention (Gemma 2 since 5.24).
