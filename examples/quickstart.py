@@ -77,7 +77,7 @@ def generate(model, inputs, cache, new_tokens):
     """New token ids [N], their next-token log-probabilities [N, vocabulary], and the seconds that generate() took."""
     start = time.perf_counter()
     output = model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, output_logits=True,
+        **inputs, **{CACHE_ARGUMENT: cache}, max_new_tokens=new_tokens, do_sample=False, output_logits=True,
         return_dict_in_generate=True,
     )  # fmt: skip
     synchronize()

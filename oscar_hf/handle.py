@@ -33,7 +33,7 @@ def _is_device(value, device: torch.device) -> bool:
 class OscarKV:
     """Stands for the keys ("k") or values ("v") of one layer right after an update.
 
-    view: the call's view of the layer, see `layer.CallView`: attend(query, mask, is_causal, scale, repeat),
+    view: the call's view of the layer, see `view.CallView`: attend(query, mask, is_causal, scale, repeat),
     scores(query), weighted_sum(weights), dense(kind), dense_is_free, live (tensors with a gradient, or None), and maybe
     observe(mask=, weights=). shape: that of the dense tensor in the present form.
     repeat: how often each KV head is repeated. form: 0 [B, H, T, D], 1 [B, H, 1, T, D], 2 [B, H, repeat, T, D],

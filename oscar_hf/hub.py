@@ -1,9 +1,10 @@
 """Where the files of an artifact are: a local folder, or files of a Hub repository through huggingface_hub."""
 
+import importlib
+import importlib.util
 import os
 from pathlib import Path, PureWindowsPath
 
-import httpx
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -92,9 +93,15 @@ def _download(file: str, local_files_only: bool, options: dict) -> Path | None:
         raise
     except EntryNotFoundError:
         return None
-    # httpx.HTTPError: the connection broke. OSError: that, too, or a full disk. ValueError: a malformed name.
-    except (httpx.HTTPError, OSError, ValueError) as error:
+    # The connection broke, the disk is full (OSError), or the name is malformed (ValueError).
+    except (*_transport_errors(), OSError, ValueError) as error:
         raise ArtifactError(_explain(options["repo_id"], options["revision"], error)) from error
+
+
+def _transport_errors() -> list[type[Exception]]:
+    """What huggingface_hub lets through of its HTTP library when a connection breaks: httpx, since hub 2 its fork httpx2."""
+    names = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
+    return [importlib.import_module(name).HTTPError for name in names]
 
 
 def _download_rest(first: Path, files: list[str], local_files_only: bool, options: dict) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .artifact import Artifact
-from .attention import attend, exact_attention, packed_scores, packed_weighted_sum, without_autocast
+from .attention import without_autocast
 from .config import OscarConfig
 from .errors import ArtifactError, CacheStateError, UnsupportedModelError
 from .handle import OscarKV
@@ -30,78 +30,9 @@ from .kernels.append import append_rows
 from .kernels.decode import DecodeStore
 from .kernels.dequantize import dequantize_rows
 from .packed import PackedRows
+from .view import CallView
 
 DRAFT_MARGIN = 32
-
-
-class CallView:
-    """One call's view of a layer: what the two handles of an update refer to.
-
-    Of the first call of a sequence it holds the exact keys and values, so that attention over a prompt is exact even after
-    the layer has packed them. Later views read the layer and become stale with its next update.
-    """
-
-    def __init__(self, layer: "OscarLayer", keys: Tensor, values: Tensor, is_first: bool):
-        self.layer, self.version = layer, layer.version
-        self.exact = (keys, values) if is_first else None
-        # What is stored never has a gradient; the call's own tokens keep theirs for as long as the view lives.
-        needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
-        self.live = (keys, values) if needs_grad else None
-        self.kv_heads, self.new_tokens = keys.shape[1:3]
-        self.dtype, self.device = keys.dtype, keys.device
-
-    @property
-    def dense_is_free(self) -> bool:
-        """Whether `dense` returns what is there already."""
-        return self.exact is not None
-
-    def _check_fresh(self) -> None:
-        if self.version != self.layer.version:
-            raise CacheStateError(
-                "these keys and values belong to an earlier update of the cache: use the ones that the last update returned"
-            )
-
-    def observe(self, mask: Tensor | None = None, weights: Tensor | None = None) -> None:
-        """Let the layer learn from a mask or from attention weights where the rows of a padded batch begin."""
-        if weights is None:
-            self.layer.observe_mask(self, mask)
-        else:
-            self.layer.observe_weights(self, weights)
-
-    def attend(self, query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, repeat: int) -> Tensor:
-        """Attention output [B, Hq, M, Dv] in the query's dtype; arguments as in scaled_dot_product_attention."""
-        if self.exact is not None:
-            return exact_attention(query, *self.exact, mask, is_causal, scale, repeat)
-        self._check_fresh()
-        return attend(self.layer, query, mask, is_causal, scale, self.new_tokens)
-
-    def scores(self, query: Tensor) -> Tensor:
-        """query k^T of eager attention, [B, Hq, M, T], unscaled."""
-        if self.exact is not None:
-            return torch.matmul(query, _repeat(self.exact[0], query.shape[1]).transpose(2, 3))
-        self._check_fresh()
-        return packed_scores(self.layer, query)
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """weights v of eager attention, [B, Hq, M, Dv]."""
-        if self.exact is not None:
-            return torch.matmul(weights, _repeat(self.exact[1], weights.shape[1]))
-        self._check_fresh()
-        return packed_weighted_sum(self.layer, weights)
-
-    def dense(self, kind: str) -> Tensor:
-        """Dense keys ("k") or values ("v"), [B, H, T, D]."""
-        if self.exact is not None:
-            return self.exact[kind == "v"]
-        self._check_fresh()
-        dense = self.layer.dense(kind).to(self.dtype)
-        if self.live is None:
-            return dense
-        return torch.cat([dense[:, :, : dense.shape[2] - self.new_tokens], self.live[kind == "v"]], 2)
-
-
-def _repeat(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 class OscarLayer(CacheLayerMixin):

@@ -226,3 +226,27 @@ def test_an_interrupted_calibration_leaves_nothing(tmp_path, monkeypatch, capsys
     ]
     assert main(arguments) == 130
     assert "nothing was written" in capsys.readouterr().err and not (tmp_path / "a").exists()
+
+
+def test_what_cannot_work_is_refused_before_the_work(tmp_path, capsys):
+    model, words, artifact = tmp_path / "model", tmp_path / "text.txt", tmp_path / "other"
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    words.write_text(text(4000), encoding="utf-8")
+    wide = tiny_model("llama", num_hidden_layers=2, head_dim=32)
+    calibrate(wide, tokenizer(), text(), tokens=2048, context=512, progress=False).save(artifact)
+    common = [str(model), "--device", "cpu", "--text", str(words)]
+    for arguments, message in (
+        (["calibrate", *common, "-o", str(words)], "cannot write the folder"),
+        (["calibrate", *common, "-o", ""], "cannot write the folder"),
+        (["calibrate", *common, "-o", str(tmp_path / "a"), "--context", "64"], "more than 128 tokens"),
+        (["calibrate", *common, "-o", str(tmp_path / "a"), "--tokens", "100"], "at least 2048 tokens"),
+        (["eval", *common, "--artifact", str(artifact), "--context", "512"], "made for heads of dim 32"),
+        (["eval", *common, "--artifact", str(artifact), "--json", str(tmp_path)], "cannot write the file"),
+    ):
+        assert main(arguments) == 2, arguments
+        assert message in capsys.readouterr().err
+    for arguments in (["--seed", "9" * 30], ["--seed", "-1"], ["--tokens", "0"]):
+        with pytest.raises(SystemExit):
+            main(["calibrate", *common, "-o", str(tmp_path / "a"), *arguments])
+    assert not (tmp_path / "a").exists()

@@ -36,7 +36,7 @@ def test_handles_equal_dense_tensors(family, attn, pads, recwarn):
     got, expected = generate(model, ids, mask, handles), generate(model, ids, mask, dense)
     assert torch.equal(got.sequences, expected.sequences)
     for a, b in zip(got.logits, expected.logits):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
     for layer in handles.oscar_layers:
         assert layer.history == 40 + 15 - 4 - 8
         assert layer.starts == ([0, 13] if pads else None)
