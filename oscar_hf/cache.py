@@ -16,6 +16,7 @@ from .memory import LayerMemory, MemoryReport, tensors_of
 
 # Fewer equal tokens at the start of two turns are likely chance (a BOS token, a chat header).
 _REPEATED_TOKENS = 16
+_LABELS = {"num_key_value_heads": "KV heads", "head_dim": "head dim"}
 
 
 class OscarCache(Cache):
@@ -67,6 +68,7 @@ class OscarCache(Cache):
             config = _recorded_config(artifact)
         layers = compat.native_layers(config)
         _check_layers(artifact, layers)
+        _check_model(artifact, config)
         layers = [
             OscarLayer(self.oscar_config, artifact, index, dense_twin) if compat.is_plain_attention(layer) else layer
             for index, layer in enumerate(layers)
@@ -250,6 +252,25 @@ def _recorded_config(artifact: Artifact) -> PreTrainedConfig:
             f"{artifact.source} does not say which layers the model has: pass config=model.config as well"
         )
     return compat.config_from_fields(count, recorded.layer_types, recorded.cache_fields)
+
+
+def _check_model(artifact: Artifact, config: PreTrainedConfig) -> None:
+    """Refuse an artifact for heads of another kind; warn if it was made for another family of models."""
+    recorded = artifact.config
+    for name, value in compat.attention_geometry(config).items():
+        made_for = getattr(recorded, name)
+        # Models whose layers differ say so in lists, or in fields of their own: those are checked when a layer is first used.
+        if isinstance(made_for, int) and made_for != value and not hasattr(config, "global_head_dim"):
+            raise ArtifactError(
+                f"{artifact.source} was made for {_LABELS[name]} {made_for}, this model has {value}: use the artifact of this model"
+            )
+    given = getattr(config, "model_type", "")
+    if recorded.model_type and given and recorded.model_type != given:
+        warnings.warn(
+            f"oscar_hf: {artifact.source} was made for a {recorded.model_type} model, this one is {given}: quality will suffer "
+            "unless they share their weights",
+            stacklevel=3,
+        )
 
 
 def _check_layers(artifact: Artifact, layers: list) -> None:

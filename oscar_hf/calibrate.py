@@ -41,10 +41,12 @@ def read_texts(files: list[str]) -> tuple[str, str]:
     return "\n\n".join(parts), ", ".join(Path(name).name for name in files)
 
 
-def token_sequences(tokenizer, text: str, tokens: int, context: int, seed: int) -> list[Tensor]:
+def token_sequences(
+    tokenizer, text: str, tokens: int, context: int, seed: int, minimum: int = MIN_CALIBRATION_TOKENS
+) -> list[Tensor]:
     """About `tokens` tokens of a text as sequences [1, context], spread over it and shifted by the seed.
 
-    Each begins with the tokenizer's BOS token if it uses one. Raises ArtifactError if the text is too short.
+    Each begins with the tokenizer's BOS token if it uses one. Raises ArtifactError if they are fewer than `minimum`.
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     bos = tokenizer.bos_token_id
@@ -52,12 +54,12 @@ def token_sequences(tokenizer, text: str, tokens: int, context: int, seed: int) 
         bos = None
     if not context >= 1:
         raise ArtifactError(f"context: got {context}, allowed is at least 1 token")
-    if min(tokens, len(ids)) < MIN_CALIBRATION_TOKENS:
+    if min(tokens, len(ids)) < minimum:
         raise ArtifactError(
-            f"calibration needs at least {MIN_CALIBRATION_TOKENS} tokens: asked for {tokens}, the text has {len(ids)}; "
+            f"at least {minimum} tokens are needed: asked for {tokens}, the text has {len(ids)}; "
             "give more text (--text) or more --tokens"
         )
-    context = min(context, len(ids))
+    context = min(context, tokens, len(ids))
     count = max(1, min(tokens, len(ids)) // context)
     stride = len(ids) // count
     shift = int(torch.randint(0, stride - context + 1, (1,), generator=torch.Generator().manual_seed(seed)))
@@ -69,7 +71,7 @@ def token_sequences(tokenizer, text: str, tokens: int, context: int, seed: int) 
 
 
 def layer_constants(moments: LayerMoments, config: OscarConfig) -> LayerConstants:
-    """Transforms, mean and metric of a layer from its moments, as the parts of the config say (DESIGN sections 4, 5)."""
+    """Transforms, mean and metric of a layer from its moments, as the parts of the config say."""
 
     def pool(per_head: Tensor) -> Tensor:
         return per_head.cpu() if config.per_head else per_head.cpu().mean(0)
@@ -127,8 +129,10 @@ def artifact_from_moments(model, moments: dict[int, LayerMoments], config: Oscar
         known = {getattr(m, name) for m in moments.values()}
         return known.pop() if len(known) == 1 else values
 
+    # A local folder is named by its last part: the rest of a path says nothing to others.
+    name = getattr(model.config, "name_or_path", None) or ""
     fields = dict(
-        base_model=getattr(model.config, "name_or_path", None) or None,
+        base_model=config.base_model or (Path(name).name if Path(name).is_dir() else name) or None,
         base_model_revision=getattr(model.config, "_commit_hash", None),
         model_type=decoder.model_type,
         num_hidden_layers=count,

@@ -1,4 +1,4 @@
-"""The `oscar-hf` command: calibrate, inspect, eval. Errors of the package end with one line and exit code 2."""
+"""The `oscar-hf` command: calibrate, inspect, eval, bench. Errors of the package end with one line and exit code 2."""
 
 import argparse
 import json
@@ -37,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write the artifact to")
     calibrate.add_argument(
         "--recipe", default="default", choices=RECIPES, help="parts of the method (default: default)"
+    )
+    calibrate.add_argument(
+        "--base-model", metavar="NAME", help="name to record (default: the model's Hub id or folder name)"
     )
     calibrate.add_argument("--value-target", choices=VALUE_TARGETS, help="what the value covariance is weighted by")
     calibrate.add_argument(
@@ -163,19 +166,23 @@ def _load(args):
 
 
 def _calibrate(args) -> int:
+    from .artifact import Artifact
     from .calibrate import calibrate, read_texts
 
     _writable_folder(args.output)
     text, source = read_texts(args.text) if args.text else (None, None)
     overrides = {"value_target": args.value_target} if args.value_target else {}
+    if args.base_model:
+        overrides["base_model"] = args.base_model
     model, tokenizer = _load(args)
     artifact = calibrate(
         model, tokenizer, text, recipe=args.recipe, tokens=args.tokens, context=args.context, seed=args.seed,
         text_source=source, **overrides,
     )  # fmt: skip
+    if args.gguf_file:
+        artifact.config.calibration["model_file"] = args.gguf_file
     folder = artifact.save(args.output)
-    print(artifact.describe())
-    print(f"written to {folder}")
+    print(Artifact.load(folder).describe())
     return 0
 
 
@@ -198,7 +205,9 @@ def _evaluate(args) -> int:
     artifacts = {name: Artifact.load(name) for name in args.artifact}
     text, source = read_texts(args.text)
     model, tokenizer = _load(args)
-    sequences = token_sequences(tokenizer, text, args.sequences * args.context, args.context, args.seed)
+    sequences = token_sequences(
+        tokenizer, text, args.sequences * args.context, args.context, args.seed, minimum=args.context
+    )
     results = {}
     with tqdm(total=len(sequences) * len(artifacts), desc="evaluating", unit="seq") as bar:
         for name, artifact in artifacts.items():

@@ -47,6 +47,16 @@ def is_plain_attention(layer: CacheLayerMixin) -> bool:
     return type(layer) is DynamicLayer
 
 
+def attention_geometry(config: PreTrainedConfig) -> dict[str, int]:
+    """num_key_value_heads and head_dim as far as a config states one value for all layers."""
+    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    dim = getattr(config, "head_dim", None)
+    if dim is None and isinstance(heads, int) and isinstance(getattr(config, "hidden_size", None), int):
+        dim = config.hidden_size // heads
+    values = {"num_key_value_heads": kv_heads, "head_dim": dim}
+    return {name: value for name, value in values.items() if isinstance(value, int)}
+
+
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """Name of the kind of each layer; `full_attention` marks those that an artifact has constants for."""
     named = getattr(config, "layer_types", None)

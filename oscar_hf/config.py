@@ -20,7 +20,7 @@ MAX_LAYERS = 4096
 _LARGEST_DEFAULT_GROUP = 128
 
 RECIPES: dict[str, dict[str, Any]] = {
-    # The published method, arXiv 2605.17757 (DESIGN section 4).
+    # The published method, arXiv 2605.17757.
     "paper": dict(
         key_transform="oscar", value_transform="oscar", center_keys=False, per_head=False,
         key_scale="percentile(0.96)", value_scale="percentile(0.92)",
@@ -30,7 +30,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         key_transform="hadamard", value_transform="hadamard", center_keys=False, per_head=False,
         key_scale="percentile(0.96)", value_scale="percentile(0.92)",
     ),
-    # The parts of DESIGN section 5 that lost least on the models measured.
+    # Beyond the paper at the same bits: the parts that lost least on the models measured.
     "default": dict(
         key_transform="balanced", value_transform="oscar", center_keys=True, per_head=True,
         key_scale="weighted_search_both_ends", value_scale="percentile(0.92)",

@@ -80,9 +80,13 @@ class MemoryReport:
             lines.append(f"{label:>6} {kind:<8}{tokens:>8} {cells}{_mib(total):>12}{each}")
         cells = "".join(f"{_mib(self.by_region[name]):>12}" for name in REGIONS)
         lines.append(f"{'total':>6} {'':<16} {cells}{_mib(self.total_bytes):>12}")
-        lines.append(
-            f"BF16 would take {_mib(self.bf16_bytes)}: {self.ratio:.2f}x smaller, {self.bits_per_element:.2f} bits per element"
-        )
+        if not self.bf16_bytes:
+            lines.append("empty")
+        else:
+            change = f"{self.ratio:.2f}x smaller" if self.ratio >= 1 else f"{1 / self.ratio:.2f}x larger"
+            lines.append(
+                f"BF16 would take {_mib(self.bf16_bytes)}: {change}, {self.bits_per_element:.2f} bits per element"
+            )
         return "\n".join(lines)
 
 

@@ -68,7 +68,7 @@ def symmetrise(matrix: Tensor) -> Tensor:
 
 
 def spectral_rotation(covariance: Tensor) -> Tensor:
-    """R = U H P_br of a covariance [..., D, D]: orthogonal float64 [..., D, D] (arXiv 2605.17757, section 4 of DESIGN).
+    """R = U H P_br of a covariance [..., D, D]: orthogonal float64 [..., D, D] (arXiv 2605.17757).
 
     U holds the eigenvectors in ascending order of eigenvalue. For D a power of two, R^T C R has the constant diagonal
     tr(C)/D: every rotated channel carries the same energy.
@@ -98,7 +98,7 @@ def balanced_transform(covariance: Tensor, query_covariance: Tensor, ridge: floa
     """Invertible transform A and its inverse that balance what sets the step against what an error costs.
 
     `covariance` C [..., D, D] is that of the (centred) keys, `query_covariance` C_Q [..., D, D] that of the queries.
-    A A^T = C^-1/2 (C^1/2 C_Q C^1/2)^1/2 C^-1/2 minimises tr(A^T C A) tr(A^-1 C_Q A^-T) (DESIGN section 5); the
+    A A^T = C^-1/2 (C^1/2 C_Q C^1/2)^1/2 C^-1/2 minimises tr(A^T C A) tr(A^-1 C_Q A^-T); the
     orthogonal factor U H P_br then gives A^T C A a constant diagonal. Returns float64 (A, A^-1) with k' = k A and
     q' = q A^-T.
     """

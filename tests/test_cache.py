@@ -480,3 +480,23 @@ def test_a_deleted_cache_is_freed_at_once():
         assert layer() is None
     finally:
         gc.enable()
+
+
+def test_an_artifact_for_other_heads_or_another_family_is_noticed_at_construction():
+    fields = dict(num_hidden_layers=3, layer_types=["full_attention"] * 3, model_type="llama")
+    for wrong, message in (
+        (dict(head_dim=64), "head dim 64, this model has 16"),
+        (dict(num_key_value_heads=4), "KV heads 4"),
+    ):
+        with pytest.raises(ArtifactError, match=message):
+            OscarCache(tiny_config("llama"), artifact=Artifact.data_free(**fields, **wrong))
+    with pytest.warns(UserWarning, match="made for a llama model, this one is mistral"):
+        OscarCache(tiny_config("mistral"), artifact=Artifact.data_free(**fields))
+
+
+def test_report_says_larger_and_empty():
+    cache = new_cache()
+    assert "empty" in str(cache.memory_report())
+    for layer in cache.layers:
+        layer.update(*states(3))
+    assert "x larger" in str(cache.memory_report())

@@ -32,7 +32,7 @@ def text(words=3000, seed=0):
 
 
 def naive_moments(queries, keys, values, sink):
-    """DESIGN section 4 term by term, float64; queries [H, g, T, D], keys and values [H, T, D]."""
+    """The formulas term by term, float64; queries [H, g, T, D], keys and values [H, T, D]."""
     queries, keys, values = queries.double(), keys.double(), values.double()
     heads, group, tokens, _ = queries.shape
     result = {"M": [], "CV": [], "mu": keys[:, sink:].mean(1), "C": []}

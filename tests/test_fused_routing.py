@@ -23,7 +23,7 @@ DEVICES = [
 def layer_with(artifact, dim, device, length=90, new=1, batch=2, starts=None, dtype=torch.float32):
     """A layer of 2 KV heads after a prompt, some single tokens and a call of `new` tokens; the handles of that call."""
     torch.manual_seed(0)
-    cache = OscarCache(tiny_config("llama"), artifact=artifact, **WINDOWS)
+    cache = OscarCache(tiny_config("llama", head_dim=dim), artifact=artifact, **WINDOWS)
     layer = cache.layers[0]
     if starts:
         layer.set_starts(starts)

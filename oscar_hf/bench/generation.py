@@ -1,4 +1,4 @@
-"""`oscar-hf bench decode` and `bench prefill`: whole models, DynamicCache and other caches against OscarCache."""
+"""`oscar-hf bench decode`: whole models, prefill and decode, DynamicCache and other caches against OscarCache."""
 
 import statistics
 import time

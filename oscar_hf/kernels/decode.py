@@ -34,7 +34,6 @@ if HAS_TRITON:
     from triton.language.extra import cuda as tlx
 
 MAX_NEW_TOKENS = 16
-MAX_NEW_TOKENS = 16
 _LOG2E = math.log2(math.e)
 _Q_UNIT = tl.constexpr(2048.0) if HAS_TRITON else 2048.0
 # Probabilities are kept 2^4 times too large against the recorded maximum, which cancels in the merge: fp16(p * scale) is
