@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from . import hub, zoo
 from .config import MAX_LAYERS, MIN_CALIBRATION_TOKENS, RECIPES, OscarConfig
@@ -88,6 +89,25 @@ class Artifact:
                 )
             self._on_device[key] = constants.to(device)
         return self._on_device[key]
+
+    def constants_for(self, layer: int, keys: Tensor, values: Tensor) -> LayerConstants:
+        """Constants for the states [B, H, T, D] of a layer, on their device. Raises ArtifactError if they do not fit."""
+        kv_heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
+        constants = self.constants(layer, keys.device, key_dim, value_dim)
+        made_for = (constants.key_dim, constants.value_dim)
+        heads = [t.shape[0] for name, t in constants.tensors().items() if name == "key_mean" or t.dim() == 3]
+        expected = self.config.per_layer("num_key_value_heads", layer)
+        if (
+            made_for != (key_dim, value_dim)
+            or any(h != kv_heads for h in heads)
+            or (expected is not None and not self.is_data_free and expected != kv_heads)
+        ):
+            raise ArtifactError(
+                f"{self.source} was made for {heads[0] if heads else expected or 'any number of'} KV heads of dim "
+                f"{made_for[0]} (values {made_for[1]}) in layer {layer}, the model has {kv_heads} of dim "
+                f"{key_dim} (values {value_dim}): use the artifact of this model"
+            )
+        return constants
 
     @classmethod
     def load(

@@ -31,6 +31,11 @@ _BLOCK_ELEMENTS = 1 << 24
 _causal_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+def visible(mask: Tensor) -> Tensor:
+    """Which places an SDPA mask, bool (True = attend) or additive, lets queries see: bool of the same shape."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
 def without_autocast(device: torch.device):
     """A context in which torch keeps the dtypes that this package chose, also inside somebody's autocast."""
     if torch.is_autocast_enabled(device.type):
@@ -38,7 +43,9 @@ def without_autocast(device: torch.device):
     return contextlib.nullcontext()
 
 
-def _keeps_dtypes(function):
+def keeps_dtypes(function):
+    """Decorator for functions and methods whose first argument is a layer: they run `without_autocast`."""
+
     @functools.wraps(function)
     def wrapped(layer, *args, **kwargs):
         with without_autocast(layer.device):
@@ -132,9 +139,7 @@ def _is_causal_mask(mask: Tensor, new_tokens: int) -> bool:
     """Whether no new token sees a later one. Asks the device once per mask, which all layers of a model share."""
     known = _causal_masks.get(mask)
     if known is None:
-        last = mask[..., -new_tokens:]
-        seen = last if mask.dtype == torch.bool else last > torch.finfo(mask.dtype).min / 2
-        known = mask.shape[2] == new_tokens and not bool(seen.triu(1).any())
+        known = mask.shape[2] == new_tokens and not bool(visible(mask[..., -new_tokens:]).triu(1).any())
         _causal_masks[mask] = known
     return known
 
@@ -198,7 +203,7 @@ def _mask_block(mask: Tensor, segment: Segment, heads: int) -> Tensor:
     return block[:, :, None] if block.shape[1] == 1 else block.unflatten(1, (heads, -1))
 
 
-@_keeps_dtypes
+@keeps_dtypes
 def packed_attention(
     layer: "OscarLayer", query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
@@ -250,7 +255,7 @@ def packed_attention(
     return folded.unfold(output).to(query.dtype)
 
 
-@_keeps_dtypes
+@keeps_dtypes
 def packed_scores(layer: "OscarLayer", query: Tensor) -> Tensor:
     """q k^T over all slots, [B, Hq, M, T] in the query's dtype, unscaled: the first product of eager attention."""
     folded = _Query(layer, query)
@@ -273,7 +278,7 @@ def packed_scores(layer: "OscarLayer", query: Tensor) -> Tensor:
     return folded.unfold(scores).to(query.dtype)
 
 
-@_keeps_dtypes
+@keeps_dtypes
 def packed_weighted_sum(layer: "OscarLayer", weights: Tensor) -> Tensor:
     """weights [B, Hq, M, T] times v, [B, Hq, M, Dv] in their dtype: the second product of eager attention."""
     dtype = torch.promote_types(weights.dtype, torch.float32)

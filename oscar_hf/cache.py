@@ -84,7 +84,7 @@ class OscarCache(Cache):
         # Not the base class's `offloading`: that moves a layer away before attention has read it through our handles.
         self._offloads = offloading
         self._open_layer: OscarLayer | None = None
-        self._first_layer: OscarLayer | None = None
+        self._first_layer = next(iter(self.oscar_layers), None)
 
     @classmethod
     def from_pretrained(
@@ -126,8 +126,6 @@ class OscarCache(Cache):
             previous.commit()
             if self._offloads:
                 previous.offload()
-        if self._first_layer is None and isinstance(layer, OscarLayer):
-            self._first_layer = layer
         if layer is self._first_layer:
             self._check_new_forward(value_states)
         if isinstance(layer, OscarLayer):
@@ -259,8 +257,8 @@ def _check_model(artifact: Artifact, config: PreTrainedConfig) -> None:
     recorded = artifact.config
     for name, value in compat.attention_geometry(config).items():
         made_for = getattr(recorded, name)
-        # Models whose layers differ say so in lists, or in fields of their own: those are checked when a layer is first used.
-        if isinstance(made_for, int) and made_for != value and not hasattr(config, "global_head_dim"):
+        # Where layers differ the artifact has a list: such layers are checked when they are first used.
+        if isinstance(made_for, int) and made_for != value:
             raise ArtifactError(
                 f"{artifact.source} was made for {_LABELS[name]} {made_for}, this model has {value}: use the artifact of this model"
             )

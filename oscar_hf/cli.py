@@ -16,6 +16,8 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_args(argv)
     try:
+        if getattr(args, "json", None):
+            writable_file(args.json)
         return args.run(args)
     except OscarError as error:
         print(f"oscar-hf: {error}", file=sys.stderr)
@@ -200,8 +202,6 @@ def _evaluate(args) -> int:
     from .calibrate import read_texts, token_sequences
     from .evaluate import evaluate
 
-    if args.json:
-        writable_file(args.json)
     artifacts = {name: Artifact.load(name) for name in args.artifact}
     text, source = read_texts(args.text)
     model, tokenizer = _load(args)
@@ -220,35 +220,32 @@ def _evaluate(args) -> int:
             f"{name:<44}{recipe:<10}{q.bits:>6.2f}{q.kl:>10.4f}{q.agreement:>11.4f}{q.perplexity:>12.3f}"
             f"{q.reference_perplexity:>9.3f}"
         )
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({name: q.as_dict() for name, q in results.items()}, file, indent=2)
-    return 0
+    return _finish({name: q.as_dict() for name, q in results.items()}, args.json)
 
 
 def _bench_kernel(args) -> int:
     from .bench.kernel import ROWS, bench_kernel
     from .bench.timing import require_cuda
 
-    if args.json:
-        writable_file(args.json)
     require_cuda(args.device)
-    return _finish(bench_kernel(ROWS[: args.rows]), args.json)
+    result = bench_kernel(ROWS[: args.rows])
+    print(result["machine"])
+    return _finish(result, args.json)
 
 
 def _bench_decode(args) -> int:
     from .bench.generation import bench_generation, shaped_model, synthetic_artifact
     from .bench.timing import require_cuda
 
-    if args.json:
-        writable_file(args.json)
     model = shaped_model(args.shape, require_cuda(args.device))
     artifact = synthetic_artifact(model.config)
-    return _finish(bench_generation(model, artifact, args.context, args.batch, args.new_tokens), args.json)
+    result = bench_generation(model, artifact, args.context, args.batch, args.new_tokens)
+    print(result["machine"])
+    return _finish(result, args.json)
 
 
 def _finish(result: dict, path: str | None) -> int:
-    print(result["machine"])
+    """Write a result where --json asked for it; the exit code."""
     if path:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=2)

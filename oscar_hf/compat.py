@@ -49,6 +49,9 @@ def is_plain_attention(layer: CacheLayerMixin) -> bool:
 
 def attention_geometry(config: PreTrainedConfig) -> dict[str, int]:
     """num_key_value_heads and head_dim as far as a config states one value for all layers."""
+    if hasattr(config, "global_head_dim"):
+        # Gemma 4: full-attention layers have fields of their own.
+        return {}
     heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     dim = getattr(config, "head_dim", None)
     if dim is None and isinstance(heads, int) and isinstance(getattr(config, "hidden_size", None), int):

@@ -20,6 +20,7 @@ from .handle import OscarKV
 from .kernels.append import append_rows
 from .kernels.dequantize import dequantize_rows
 from .packed import PackedRows
+from .view import DenseView
 
 _QUERY_BLOCK = 256
 _LOGIT_ELEMENTS = 1 << 25
@@ -43,15 +44,8 @@ class Quality:
         return asdict(self)
 
 
-class _StreamingView:
+class _StreamingView(DenseView):
     """What the handles of a StreamingLayer refer to; see handle.OscarKV. Unpadded prompts of one call only."""
-
-    dense_is_free = True
-    live = None
-
-    def __init__(self, layer: "StreamingLayer", keys: Tensor, values: Tensor):
-        self.layer, self.keys, self.values = layer, keys, values
-        self.kv_heads, self.dtype, self.device = keys.shape[1], keys.dtype, keys.device
 
     def attend(self, query, mask, is_causal, scale, repeat):
         self.layer.used = True
@@ -73,6 +67,7 @@ class StreamingLayer(DynamicLayer):
 
     def update(self, key_states, value_states, *args, **kwargs):
         self.dim = key_states.shape[3]
+        self.constants = self.artifact.constants_for(self.layer_idx, key_states, value_states)
         view = _StreamingView(self, key_states, value_states)
         return OscarKV(view, "k", key_states.shape), OscarKV(view, "v", value_states.shape)
 
@@ -89,15 +84,7 @@ class StreamingLayer(DynamicLayer):
         """Keys ("k") or values ("v") [B, H, T, D] after packing and unpacking."""
         if kind not in self.side:
             return x
-        config, dim = self.config, x.shape[3]
-        constants = self.artifact.constants(self.layer_idx, x.device, dim, dim)
-        made_for = constants.key_dim if kind == "k" else constants.value_dim
-        heads = {t.shape[0] for name, t in constants.tensors().items() if name == "key_mean" or t.dim() == 3}
-        if made_for != dim or heads - {x.shape[1]}:
-            raise ArtifactError(
-                f"{self.artifact.source} was made for heads of dim {made_for} ({heads or 'any number'} KV heads) in layer "
-                f"{self.layer_idx}, the model has {x.shape[1]} of dim {dim}: use the artifact of this model"
-            )
+        config, constants, dim = self.config, self.constants, x.shape[3]
         rows = PackedRows(
             *x.shape[:2], dim, config.group_size_for(dim),
             config.key_symmetric if kind == "k" else config.value_symmetric, x.device, x.shape[2],

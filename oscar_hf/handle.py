@@ -34,7 +34,7 @@ class OscarKV:
     """Stands for the keys ("k") or values ("v") of one layer right after an update.
 
     view: the call's view of the layer, see `view.CallView`: attend(query, mask, is_causal, scale, repeat),
-    scores(query), weighted_sum(weights), dense(kind), dense_is_free, live (tensors with a gradient, or None), and maybe
+    scores(query), weighted_sum(weights), dense(kind), dense_is_free, live (tensors with a gradient, or None),
     observe(mask=, weights=). shape: that of the dense tensor in the present form.
     repeat: how often each KV head is repeated. form: 0 [B, H, T, D], 1 [B, H, 1, T, D], 2 [B, H, repeat, T, D],
     3 [B, H, D, T].
@@ -194,12 +194,6 @@ def _densify(value, name: str):
     return value
 
 
-def _observe(view, **seen) -> None:
-    """Show a call's mask or weights to its view, also when the dense path then does the attention."""
-    if hasattr(view, "observe"):
-        view.observe(**seen)
-
-
 def _packed_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Packed attention if this is a plain K and V pair of one view; None sends the caller to the dense path."""
     if not (isinstance(key, OscarKV) and isinstance(value, OscarKV)) or isinstance(query, OscarKV):
@@ -208,7 +202,8 @@ def _packed_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fal
     pair = view is value.view_of_layer and (key.kind, value.kind) == ("k", "v") and key.repeat == value.repeat
     if not pair or key.form or value.form or dropout_p > 0 or isinstance(attn_mask, OscarKV):
         return None
-    _observe(view, mask=attn_mask)
+    # Also when the dense path then does the attention: the mask tells where the rows of a padded batch begin.
+    view.observe(mask=attn_mask)
     if torch.is_grad_enabled() and (query.requires_grad or view.live is not None):
         return None
     if query.shape[1] % view.kv_heads or not (enable_gqa or query.shape[1] == key.shape[1]):
@@ -223,7 +218,7 @@ def _packed_matmul(left, right):
     if left.shape[1] != right.view_of_layer.kv_heads * right.repeat:
         return None
     if right.kind == "v" and right.form == 0:
-        _observe(right.view_of_layer, weights=left)
+        right.view_of_layer.observe(weights=left)
     if torch.is_grad_enabled() and (left.requires_grad or right.view_of_layer.live is not None):
         return None
     if right.kind == "k" and right.form == 3:

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .artifact import Artifact
-from .attention import without_autocast
+from .attention import keeps_dtypes, visible
 from .config import OscarConfig
-from .errors import ArtifactError, CacheStateError, UnsupportedModelError
+from .errors import CacheStateError, UnsupportedModelError
 from .handle import OscarKV
 from .kernels.append import append_rows
 from .kernels.decode import DecodeStore
@@ -84,10 +84,8 @@ class OscarLayer(CacheLayerMixin):
         """Allocate windows and empty packed stores for [B, H, *, D] keys and values."""
         self._check_geometry(key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.batch_size, self.kv_heads, _, key_dim = key_states.shape
-        value_dim = value_states.shape[3]
-        self.constants = self.artifact.constants(self.layer_idx, self.device, key_dim, value_dim)
-        self._check_constants(key_dim, value_dim)
+        self.batch_size, self.kv_heads = key_states.shape[:2]
+        self.constants = self.artifact.constants_for(self.layer_idx, key_states, value_states)
         # Buffers that are updated in place for a long time must not be inference tensors, whatever mode the first call is in.
         with torch.inference_mode(False):
             self._allocate(key_states, value_states)
@@ -121,22 +119,6 @@ class OscarLayer(CacheLayerMixin):
                 raise UnsupportedModelError(
                     f"layer {self.layer_idx}: {name} have head dim {states.shape[3]}, allowed are multiples of 8"
                 )
-
-    def _check_constants(self, key_dim: int, value_dim: int) -> None:
-        constants = self.constants
-        made_for = (constants.key_dim, constants.value_dim)
-        heads = [t.shape[0] for name, t in constants.tensors().items() if name == "key_mean" or t.dim() == 3]
-        expected = self.config.per_layer("num_key_value_heads", self.layer_idx)
-        if (
-            made_for != (key_dim, value_dim)
-            or any(h != self.kv_heads for h in heads)
-            or (expected is not None and not self.artifact.is_data_free and expected != self.kv_heads)
-        ):
-            raise ArtifactError(
-                f"{self.artifact.source} was made for {heads[0] if heads else expected or 'any number of'} KV heads of dim "
-                f"{made_for[0]} (values {made_for[1]}) in layer {self.layer_idx}, the model has {self.kv_heads} of dim "
-                f"{key_dim} (values {value_dim}): use the artifact of this model"
-            )
 
     def _same_kind(self, key_states: Tensor, value_states: Tensor) -> bool:
         """Whether the buffers suit these states; an empty layer may be used again for others."""
@@ -187,33 +169,32 @@ class OscarLayer(CacheLayerMixin):
         # No mask was shown (flash attention): every row is taken to begin at slot 0.
         self.starts_known = self.starts_known or not self._mask_seen
         # They stop waiting only once they are placed: running out of memory must not lose them.
-        self._place(*self.pending, waiting=True)
+        self._place(*self.pending)
+        self.pending = self._pending_view = None
 
     @torch.no_grad()
-    def _place(self, keys: Tensor, values: Tensor, waiting: bool = False) -> None:
+    @keeps_dtypes
+    def _place(self, keys: Tensor, values: Tensor) -> None:
         """Put new tokens into sink and ring, first packing what must leave the exact region. Counters change last, so that a
         failure leaves the layer as it was and a second try does the same again."""
-        with without_autocast(self.device):
-            first, new = self.tokens, keys.shape[2]
-            total = first + new
-            exact = self.config.recent_tokens - 1 + min(new, DRAFT_MARGIN)
-            history = max(self.history, total - self.sink - exact)
-            begin, end = self.sink + self.history, self.sink + history
-            if history > self.history:
-                leaving_keys = self._slots(self.ring_keys, keys, begin, end)
-                leaving_values = self._slots(self.ring_values, values, begin, end)
-                self._append_history(leaving_keys, leaving_values)
-            # Slots of the sink region go to the sink buffer alone.
-            sinking = min(self.sink, total) - first
-            if sinking > 0:
-                self._write_sink(first, keys[:, :, :sinking], values[:, :, :sinking])
-            begin = max(first, self.sink + history)
-            if begin < total:
-                index = self.ring_index(begin, total)
-                self.ring_keys[:, :, index] = keys[:, :, begin - first :].to(self.dtype)
-                self.ring_values[:, :, index] = values[:, :, begin - first :].to(self.dtype)
-        if waiting:
-            self.pending = self._pending_view = None
+        first, new = self.tokens, keys.shape[2]
+        total = first + new
+        exact = self.config.recent_tokens - 1 + min(new, DRAFT_MARGIN)
+        history = max(self.history, total - self.sink - exact)
+        begin, end = self.sink + self.history, self.sink + history
+        if history > self.history:
+            leaving_keys = self._slots(self.ring_keys, keys, begin, end)
+            leaving_values = self._slots(self.ring_values, values, begin, end)
+            self._append_history(leaving_keys, leaving_values)
+        # Slots of the sink region go to the sink buffer alone.
+        sinking = min(self.sink, total) - first
+        if sinking > 0:
+            self._write_sink(first, keys[:, :, :sinking], values[:, :, :sinking])
+        begin = max(first, self.sink + history)
+        if begin < total:
+            index = self.ring_index(begin, total)
+            self.ring_keys[:, :, index] = keys[:, :, begin - first :].to(self.dtype)
+            self.ring_values[:, :, index] = values[:, :, begin - first :].to(self.dtype)
         self.tokens, self.history = total, history
 
     def ring_index(self, begin: int, end: int) -> Tensor | slice:
@@ -264,21 +245,24 @@ class OscarLayer(CacheLayerMixin):
     # -------------------------------------------------------------------------------------------------- padding
     def observe_mask(self, view: CallView, mask: Tensor | None) -> None:
         """Learn from the attention mask of a call where each row begins: after the leading slots that no query sees."""
-        if self.starts_known or self._pending_view is None or view is not self._pending_view():
+        if not self._still_learns_from(view):
             if self.starts is not None and mask is not None and view.new_tokens > 1:
                 self._check_padding_stays_hidden(mask)
             return
         if mask is None:
             self.starts_known = True
             return
-        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        visible = visible[..., : self.get_seq_length()].flatten(1, 2).any(1)
-        self._learn_starts(torch.where(visible.any(-1), visible.int().argmax(-1), visible.shape[-1]))
+        seen = visible(mask[..., : self.get_seq_length()]).flatten(1, 2).any(1)
+        self._learn_starts(torch.where(seen.any(-1), seen.int().argmax(-1), seen.shape[-1]))
+
+    def _still_learns_from(self, view: CallView) -> bool:
+        """Whether a call may tell where rows begin: only while its tokens wait and some row is still undecided."""
+        return not self.starts_known and self._pending_view is not None and view is self._pending_view()
 
     def observe_weights(self, view: CallView, weights: Tensor) -> None:
         """The same from the weights of eager attention [B, Hq, M, T], which hides a padding query's whole row: softmax then
         gives every slot the same weight, later ones too, which no causal row of a real token can."""
-        if self.starts_known or self._pending_view is None or view is not self._pending_view():
+        if not self._still_learns_from(view):
             return
         new, total = weights.shape[2:]
         if total == 1:
@@ -296,8 +280,7 @@ class OscarLayer(CacheLayerMixin):
         first = min(max(self.starts), self.sink)
         slots = torch.arange(first, device=mask.device)
         dropped = slots < self.row_starts().to(mask.device)[:, None]
-        seen = mask[..., :first] if mask.dtype == torch.bool else mask[..., :first] > torch.finfo(mask.dtype).min / 2
-        if bool((seen.flatten(1, 2).any(1) & dropped).any()):
+        if bool((visible(mask[..., :first]).flatten(1, 2).any(1) & dropped).any()):
             raise CacheStateError(
                 "this attention mask shows tokens that the first mask hid, and those were taken for padding and dropped: "
                 "use the same mask from the first call on, or a new cache"
@@ -343,6 +326,7 @@ class OscarLayer(CacheLayerMixin):
 
     # -------------------------------------------------------------------------------------------------- reading
     @torch.no_grad()
+    @keeps_dtypes
     def dense(self, kind: str) -> Tensor:
         """All tokens of one kind as a dense tensor [B, H, T, D] in the model's dtype, the history dequantized."""
         is_key = kind == "k"
@@ -355,8 +339,7 @@ class OscarLayer(CacheLayerMixin):
                 if is_key
                 else (self.value_rows, constants.value_inverse, None)
             )
-            with without_autocast(self.device):
-                parts.append(dequantize_rows(rows, 0, self.history, inverse, mean, self.dtype))
+            parts.append(dequantize_rows(rows, 0, self.history, inverse, mean, self.dtype))
         begin = self.sink + self.history
         if begin < self.tokens:
             parts.append(ring[:, :, self.ring_index(begin, self.tokens)])

@@ -13,6 +13,7 @@ from . import compat
 from .attention import exact_attention
 from .errors import UnsupportedModelError
 from .handle import OscarKV
+from .view import DenseView
 
 
 class LayerMoments:
@@ -101,16 +102,10 @@ def _moment(x: Tensor) -> Tensor:
     return total
 
 
-class _RecordingView:
+class _RecordingView(DenseView):
     """What the handles of a RecordingLayer refer to; see handle.OscarKV."""
 
-    dense_is_free = True
-    live = None
-
-    def __init__(self, layer: "RecordingLayer", keys: Tensor, values: Tensor):
-        self.layer, self.keys, self.values = layer, keys, values
-        self.kv_heads, self.dtype, self.device = keys.shape[1], keys.dtype, keys.device
-        self.eager_query = None
+    eager_query = None
 
     def attend(self, query, mask, is_causal, scale, repeat):
         output = exact_attention(query, self.keys, self.values, mask, is_causal, scale, repeat)

@@ -78,5 +78,19 @@ class CallView:
         return torch.cat([dense[:, :, : dense.shape[2] - self.new_tokens], self.live[kind == "v"]], 2)
 
 
+class DenseView:
+    """Base of views that attend to the keys and values of one call as they are, to look at them on the way."""
+
+    dense_is_free = True
+    live = None
+
+    def __init__(self, layer, keys: Tensor, values: Tensor):
+        self.layer, self.keys, self.values = layer, keys, values
+        self.kv_heads, self.dtype, self.device = keys.shape[1], keys.dtype, keys.device
+
+    def observe(self, mask: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Masks and weights tell such a view nothing."""
+
+
 def _repeat(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)

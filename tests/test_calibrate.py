@@ -241,7 +241,10 @@ def test_what_cannot_work_is_refused_before_the_work(tmp_path, capsys):
         (["calibrate", *common, "-o", ""], "cannot write the folder"),
         (["calibrate", *common, "-o", str(tmp_path / "a"), "--context", "64"], "more than 128 tokens"),
         (["calibrate", *common, "-o", str(tmp_path / "a"), "--tokens", "100"], "at least 2048 tokens"),
-        (["eval", *common, "--artifact", str(artifact), "--context", "512"], "made for heads of dim 32"),
+        (
+            ["eval", *common, "--artifact", str(artifact), "--context", "512"],
+            "KV heads of dim 32 (values 32) in layer 0, the model has 2 of dim 16",
+        ),
         (["eval", *common, "--artifact", str(artifact), "--json", str(tmp_path)], "cannot write the file"),
     ):
         assert main(arguments) == 2, arguments

@@ -124,10 +124,10 @@ def _launches(model, cache, token) -> float:
 def bench_generation(model, artifact: Artifact, contexts: list[int], batch: int, new_tokens: int) -> dict:
     """`measure` for both caches at every context; returns {machine, rows}."""
     rows = []
+    # A first, short pass compiles the kernels, so that no timing holds a compilation.
+    for kind in ("dynamic", "oscar"):
+        measure(model, kind, artifact, 1024, batch, 3)
     for context in contexts:
-        # A first, short pass compiles the kernels, so that no timing holds a compilation.
-        for kind in ("dynamic", "oscar"):
-            measure(model, kind, artifact, 1024, batch, 3)
         for kind in ("dynamic", "oscar"):
             rows.append(measure(model, kind, artifact, context, batch, new_tokens))
             print(format_rows(rows[-1:], header=len(rows) == 1), flush=True)
