@@ -175,6 +175,150 @@ def _weighted_loss(
     return tl.sum(product * error, axis=1)
 
 
+@triton.jit
+def _encode(
+    x,
+    metric_ptr,
+    codes_ptr,
+    scale_ptr,
+    min_ptr,
+    targets,
+    is_token,
+    channels,
+    is_channel,
+    stride_mk,
+    stride_mn,
+    stride_cr,
+    stride_st,
+    SYMMETRIC: tl.constexpr,
+    CLIP_INDEX: tl.constexpr,
+    SEARCH: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    LOW_FACTORS: tl.constexpr,
+    HIGH_FACTORS: tl.constexpr,
+    NUM_FACTORS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    GROUPS_TILE: tl.constexpr,
+    WORDS_TILE: tl.constexpr,
+    PAIRED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FP16_MAX: tl.constexpr,
+    SCALE_FLOOR: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+):
+    """Choose the scales of rotated rows x [BLOCK_T, DIM_TILE], quantize, and store them as tokens `targets` [BLOCK_T].
+
+    Pointers are at the batch row and KV head. The CANDIDATES ranges of a search are an axis of the tile, so that all are
+    tried at once, also for a single token.
+    """
+    DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
+    PADDED: tl.constexpr = DIM_TILE != HEAD_DIM
+
+    # The clipped row only sets the range; codes are made of the row itself, and clamp by themselves.
+    clipped = x
+    if CLIP_INDEX >= 0:
+        threshold = _clip_threshold(x, is_channel, CLIP_INDEX, BLOCK_T)[:, None]
+        clipped = tl.minimum(tl.maximum(x, -threshold), threshold)
+    groups = tl.reshape(clipped, [BLOCK_T, GROUPS_TILE, GROUP_TILE])
+    # A group that is padding altogether gets the range 0..0, not an infinite one.
+    group_ids = tl.arange(0, GROUPS_TILE)
+    is_entry = (tl.arange(0, GROUP_TILE) < GROUP_SIZE)[None, None, :] | (group_ids >= GROUPS)[None, :, None]
+    if SYMMETRIC:
+        high = tl.max(tl.abs(groups), axis=2)
+        low = -high
+    else:
+        low = tl.min(tl.where(is_entry, groups, float("inf")), axis=2)
+        high = tl.max(tl.where(is_entry, groups, float("-inf")), axis=2)
+    low, high = low[:, None, :], high[:, None, :]
+    if SEARCH:
+        candidate = tl.arange(0, CANDIDATES)[None, :, None]
+        # Candidates beyond NUM_FACTORS repeat the first one, and the first of equal losses wins.
+        low_factor = tl.full([1, CANDIDATES, 1], LOW_FACTORS[0], dtype=tl.float32)
+        high_factor = tl.full([1, CANDIDATES, 1], HIGH_FACTORS[0], dtype=tl.float32)
+        for i in tl.static_range(1, NUM_FACTORS):
+            low_factor = tl.where(candidate == i, LOW_FACTORS[i], low_factor)
+            high_factor = tl.where(candidate == i, HIGH_FACTORS[i], high_factor)
+        middle = (low + high) * 0.5
+        low, high = _shrink(middle, low, low_factor), _shrink(middle, high, high_factor)
+
+    # Scale and min [BLOCK_T, CANDIDATES, GROUPS_TILE], as fp16 will hold them: codes must fit the stored numbers.
+    scale = _round_to_fp16(tl.maximum(tl.div_rn(high - low, MAX_CODE), SCALE_FLOOR), FP16_MAX)
+    if SYMMETRIC:
+        low = scale * -1.5
+    else:
+        low = _round_to_fp16(low, FP16_MAX)
+
+    if SEARCH:
+        entries = groups[:, None, :, :]
+        codes = _quantize(entries, scale[:, :, :, None], low[:, :, :, None], MAX_CODE)
+        error = low[:, :, :, None] + scale[:, :, :, None] * codes - entries
+        if PADDED:
+            error = tl.where(tl.reshape(is_channel, [1, 1, GROUPS_TILE, GROUP_TILE]), error, 0.0)
+        if WEIGHTED:
+            # The metric couples all channels of a row, so one candidate is chosen for the whole row.
+            loss = _weighted_loss(
+                tl.reshape(error, [BLOCK_T * CANDIDATES, DIM_TILE]),
+                metric_ptr,
+                channels,
+                is_channel,
+                stride_mk,
+                stride_mn,
+                GROUP_SIZE,
+                GROUP_TILE,
+                GROUPS,
+                BLOCK_T * CANDIDATES,
+                DIM_TILE,
+                BLOCK_K,
+            )
+            loss = tl.reshape(loss, [BLOCK_T, CANDIDATES, 1])
+        else:
+            loss = tl.sum(error * error, axis=3)
+        best = tl.min(loss, axis=1)[:, None, :]
+        # A row of NaN has no least loss; it takes the first candidate.
+        chosen = tl.min(tl.where(loss == best, candidate, CANDIDATES), axis=1) % CANDIDATES
+        is_chosen = candidate == chosen[:, None, :]
+        scale = tl.sum(tl.where(is_chosen, scale, 0.0), axis=1)
+        low = tl.sum(tl.where(is_chosen, low, 0.0), axis=1)
+    else:
+        scale = tl.reshape(scale, [BLOCK_T, GROUPS_TILE])
+        low = tl.reshape(low, [BLOCK_T, GROUPS_TILE])
+
+    codes = _quantize(tl.reshape(x, [BLOCK_T, GROUPS_TILE, GROUP_TILE]), scale[:, :, None], low[:, :, None], MAX_CODE)
+    codes = tl.reshape(codes.to(tl.int32), [BLOCK_T, DIM_TILE])
+
+    scale_offsets = targets[:, None] * stride_st + group_ids[None, :]
+    scale_mask = is_token[:, None] & (group_ids < GROUPS)[None, :]
+    tl.store(scale_ptr + scale_offsets, scale.to(tl.float16), mask=scale_mask)
+    if not SYMMETRIC:
+        tl.store(min_ptr + scale_offsets, low.to(tl.float16), mask=scale_mask)
+
+    if PAIRED:
+        # Two tokens share a row of words, but never a byte: byte stores leave the neighbour alone.
+        crumbs = tl.reshape(codes, [BLOCK_T, 4, 16]) << (2 * tl.arange(0, 4))[None, :, None]
+        byte = tl.arange(0, 16)
+        addresses = (targets // 2 * stride_cr + targets % 2)[:, None] + 2 * byte[None, :]
+        tl.store(
+            codes_ptr + addresses, tl.sum(crumbs, axis=1).to(tl.uint8), mask=is_token[:, None] & (byte < 16)[None, :]
+        )
+    else:
+        WORDS: tl.constexpr = HEAD_DIM // 8
+        if PADDED:
+            crumb = tl.arange(0, 8 * WORDS_TILE)
+            channel = tl.minimum(crumb // WORDS_TILE * WORDS + crumb % WORDS_TILE, HEAD_DIM - 1)
+            source = channel // GROUP_SIZE * GROUP_TILE + channel % GROUP_SIZE
+            codes = tl.gather(codes, tl.broadcast_to(source[None, :], [BLOCK_T, 8 * WORDS_TILE]), axis=1)
+        crumbs = tl.reshape(codes, [BLOCK_T, 8, WORDS_TILE]) << (2 * tl.arange(0, 8))[None, :, None]
+        word = tl.arange(0, WORDS_TILE)
+        addresses = targets[:, None] * stride_cr + word[None, :]
+        mask = is_token[:, None] & (word < WORDS)[None, :]
+        tl.store(codes_ptr + addresses, tl.sum(crumbs, axis=1).to(tl.int16), mask=mask)
+
+
 @triton.jit(do_not_specialize=["start", "num_tokens"])
 def _append_kernel(
     x_ptr,
@@ -229,10 +373,8 @@ def _append_kernel(
 
     x [B, H, T, D] any float dtype; codes int16, or for D = 64 the same memory as bytes; scale and min fp16; all others
     float32. Strides in elements of their own tensor; the last axis of x, mean, codes, scale and min has stride 1.
-    The CANDIDATES ranges of a search are an axis of the tile, so that all are tried at once, also for a single token.
     """
     DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
-    PADDED: tl.constexpr = DIM_TILE != HEAD_DIM
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     first_token = tl.program_id(0).to(tl.int64) * BLOCK_T
@@ -260,107 +402,41 @@ def _append_kernel(
         BLOCK_K,
         DIM_TILE,
     )
-
-    # The clipped row only sets the range; codes are made of the row itself, and clamp by themselves.
-    clipped = x
-    if CLIP_INDEX >= 0:
-        threshold = _clip_threshold(x, is_channel, CLIP_INDEX, BLOCK_T)[:, None]
-        clipped = tl.minimum(tl.maximum(x, -threshold), threshold)
-    groups = tl.reshape(clipped, [BLOCK_T, GROUPS_TILE, GROUP_TILE])
-    # A group that is padding altogether gets the range 0..0, not an infinite one.
-    group_ids = tl.arange(0, GROUPS_TILE)
-    is_entry = (tl.arange(0, GROUP_TILE) < GROUP_SIZE)[None, None, :] | (group_ids >= GROUPS)[None, :, None]
-    if SYMMETRIC:
-        high = tl.max(tl.abs(groups), axis=2)
-        low = -high
-    else:
-        low = tl.min(tl.where(is_entry, groups, float("inf")), axis=2)
-        high = tl.max(tl.where(is_entry, groups, float("-inf")), axis=2)
-    low, high = low[:, None, :], high[:, None, :]
-    if SEARCH:
-        candidate = tl.arange(0, CANDIDATES)[None, :, None]
-        # Candidates beyond NUM_FACTORS repeat the first one, and the first of equal losses wins.
-        low_factor = tl.full([1, CANDIDATES, 1], LOW_FACTORS[0], dtype=tl.float32)
-        high_factor = tl.full([1, CANDIDATES, 1], HIGH_FACTORS[0], dtype=tl.float32)
-        for i in tl.static_range(1, NUM_FACTORS):
-            low_factor = tl.where(candidate == i, LOW_FACTORS[i], low_factor)
-            high_factor = tl.where(candidate == i, HIGH_FACTORS[i], high_factor)
-        middle = (low + high) * 0.5
-        low, high = _shrink(middle, low, low_factor), _shrink(middle, high, high_factor)
-
-    # Scale and min [BLOCK_T, CANDIDATES, GROUPS_TILE], as fp16 will hold them: codes must fit the stored numbers.
-    scale = _round_to_fp16(tl.maximum(tl.div_rn(high - low, MAX_CODE), SCALE_FLOOR), FP16_MAX)
-    if SYMMETRIC:
-        low = scale * -1.5
-    else:
-        low = _round_to_fp16(low, FP16_MAX)
-
-    if SEARCH:
-        entries = groups[:, None, :, :]
-        codes = _quantize(entries, scale[:, :, :, None], low[:, :, :, None], MAX_CODE)
-        error = low[:, :, :, None] + scale[:, :, :, None] * codes - entries
-        if PADDED:
-            error = tl.where(tl.reshape(is_channel, [1, 1, GROUPS_TILE, GROUP_TILE]), error, 0.0)
-        if WEIGHTED:
-            # The metric couples all channels of a row, so one candidate is chosen for the whole row.
-            loss = _weighted_loss(
-                tl.reshape(error, [BLOCK_T * CANDIDATES, DIM_TILE]),
-                metric_ptr + head * stride_mh,
-                channels,
-                is_channel,
-                stride_mk,
-                stride_mn,
-                GROUP_SIZE,
-                GROUP_TILE,
-                GROUPS,
-                BLOCK_T * CANDIDATES,
-                DIM_TILE,
-                BLOCK_K,
-            )
-            loss = tl.reshape(loss, [BLOCK_T, CANDIDATES, 1])
-        else:
-            loss = tl.sum(error * error, axis=3)
-        best = tl.min(loss, axis=1)[:, None, :]
-        # A row of NaN has no least loss; it takes the first candidate.
-        chosen = tl.min(tl.where(loss == best, candidate, CANDIDATES), axis=1) % CANDIDATES
-        is_chosen = candidate == chosen[:, None, :]
-        scale = tl.sum(tl.where(is_chosen, scale, 0.0), axis=1)
-        low = tl.sum(tl.where(is_chosen, low, 0.0), axis=1)
-    else:
-        scale = tl.reshape(scale, [BLOCK_T, GROUPS_TILE])
-        low = tl.reshape(low, [BLOCK_T, GROUPS_TILE])
-
-    codes = _quantize(tl.reshape(x, [BLOCK_T, GROUPS_TILE, GROUP_TILE]), scale[:, :, None], low[:, :, None], MAX_CODE)
-    codes = tl.reshape(codes.to(tl.int32), [BLOCK_T, DIM_TILE])
-
-    targets = start + tokens
-    scale_offsets = batch * stride_sb + head * stride_sh + targets[:, None] * stride_st + group_ids[None, :]
-    scale_mask = is_token[:, None] & (group_ids < GROUPS)[None, :]
-    tl.store(scale_ptr + scale_offsets, scale.to(tl.float16), mask=scale_mask)
-    if not SYMMETRIC:
-        tl.store(min_ptr + scale_offsets, low.to(tl.float16), mask=scale_mask)
-
-    codes_ptr += batch * stride_cb + head * stride_ch
-    if PAIRED:
-        # Two tokens share a row of words, but never a byte: byte stores leave the neighbour alone.
-        crumbs = tl.reshape(codes, [BLOCK_T, 4, 16]) << (2 * tl.arange(0, 4))[None, :, None]
-        byte = tl.arange(0, 16)
-        addresses = (targets // 2 * stride_cr + targets % 2)[:, None] + 2 * byte[None, :]
-        tl.store(
-            codes_ptr + addresses, tl.sum(crumbs, axis=1).to(tl.uint8), mask=is_token[:, None] & (byte < 16)[None, :]
-        )
-    else:
-        WORDS: tl.constexpr = HEAD_DIM // 8
-        if PADDED:
-            crumb = tl.arange(0, 8 * WORDS_TILE)
-            channel = tl.minimum(crumb // WORDS_TILE * WORDS + crumb % WORDS_TILE, HEAD_DIM - 1)
-            source = channel // GROUP_SIZE * GROUP_TILE + channel % GROUP_SIZE
-            codes = tl.gather(codes, tl.broadcast_to(source[None, :], [BLOCK_T, 8 * WORDS_TILE]), axis=1)
-        crumbs = tl.reshape(codes, [BLOCK_T, 8, WORDS_TILE]) << (2 * tl.arange(0, 8))[None, :, None]
-        word = tl.arange(0, WORDS_TILE)
-        addresses = targets[:, None] * stride_cr + word[None, :]
-        mask = is_token[:, None] & (word < WORDS)[None, :]
-        tl.store(codes_ptr + addresses, tl.sum(crumbs, axis=1).to(tl.int16), mask=mask)
+    _encode(
+        x,
+        metric_ptr + head * stride_mh,
+        codes_ptr + batch * stride_cb + head * stride_ch,
+        scale_ptr + batch * stride_sb + head * stride_sh,
+        min_ptr + batch * stride_sb + head * stride_sh,
+        start + tokens,
+        is_token,
+        channels,
+        is_channel,
+        stride_mk,
+        stride_mn,
+        stride_cr,
+        stride_st,
+        SYMMETRIC,
+        CLIP_INDEX,
+        SEARCH,
+        WEIGHTED,
+        LOW_FACTORS,
+        HIGH_FACTORS,
+        NUM_FACTORS,
+        HEAD_DIM,
+        GROUP_SIZE,
+        GROUPS,
+        GROUP_TILE,
+        GROUPS_TILE,
+        WORDS_TILE,
+        PAIRED,
+        BLOCK_T,
+        CANDIDATES,
+        BLOCK_K,
+        FP16_MAX,
+        SCALE_FLOOR,
+        MAX_CODE,
+    )
 
 
 # Up to about two programs per SM of a large GPU, a program per token finishes before a program per tile does.
