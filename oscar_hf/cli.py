@@ -1,11 +1,12 @@
 """The `oscar-hf` command: calibrate, inspect, eval, bench. Errors of the package end with one line and exit code 2."""
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 
+from .bench.command import add_commands
+from .bench.report import write_json
 from .config import RECIPES, VALUE_TARGETS
 from .errors import OscarError
 
@@ -16,8 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_args(argv)
     try:
-        if getattr(args, "json", None):
-            writable_file(args.json)
+        for path in (getattr(args, "json", None), getattr(args, "plot", None)):
+            if path:
+                writable_file(path)
         return args.run(args)
     except OscarError as error:
         print(f"oscar-hf: {error}", file=sys.stderr)
@@ -69,24 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
     evaluate.set_defaults(run=_evaluate)
 
-    bench = commands.add_parser("bench", help="speed and memory on a CUDA GPU").add_subparsers(
-        required=True, metavar="WHAT"
-    )
-    kernel = bench.add_parser("kernel", help="decode attention against dequantize + SDPA and BF16 SDPA")
-    kernel.add_argument("--rows", type=int, metavar="N", help="only the first N shapes of the table")
-    kernel.add_argument("--device", help="cuda, cuda:1, ...")
-    kernel.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
-    kernel.set_defaults(run=_bench_kernel)
-    decode = bench.add_parser(
-        "decode", help="prefill, memory and time per token of generate(), DynamicCache and OscarCache"
-    )
-    decode.add_argument("--shape", default="qwen3-8b", help="shape preset with random weights (default: qwen3-8b)")
-    decode.add_argument("--context", type=int, nargs="+", default=[32768, 102400], help="prompt tokens")
-    decode.add_argument("--batch", type=int, default=1)
-    decode.add_argument("--new-tokens", type=int, default=32)
-    decode.add_argument("--device", help="cuda, cuda:1, ...")
-    decode.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
-    decode.set_defaults(run=_bench_decode)
+    add_commands(commands.add_parser("bench", help="speed and memory on a CUDA GPU"), run=_bench)
     return parser
 
 
@@ -223,32 +208,21 @@ def _evaluate(args) -> int:
     return _finish({name: q.as_dict() for name, q in results.items()}, args.json)
 
 
-def _bench_kernel(args) -> int:
-    from .bench.kernel import ROWS, bench_kernel
-    from .bench.timing import require_cuda
+def _bench(args) -> int:
+    from .bench.device import failed
 
-    require_cuda(args.device)
-    result = bench_kernel(ROWS[: args.rows])
+    result = args.bench(args, load_model)
     print(result["machine"])
-    return _finish(result, args.json)
-
-
-def _bench_decode(args) -> int:
-    from .bench.generation import bench_generation, shaped_model, synthetic_artifact
-    from .bench.timing import require_cuda
-
-    model = shaped_model(args.shape, require_cuda(args.device))
-    artifact = synthetic_artifact(model.config)
-    result = bench_generation(model, artifact, args.context, args.batch, args.new_tokens)
-    print(result["machine"])
-    return _finish(result, args.json)
+    _finish(result, args.json)
+    if args.plot:
+        args.draw(result, args.plot)
+    return int(any(failed(row) for row in result["rows"]))
 
 
 def _finish(result: dict, path: str | None) -> int:
     """Write a result where --json asked for it; the exit code."""
     if path:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
+        write_json(result, path)
     return 0
 
 

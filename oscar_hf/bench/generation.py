@@ -1,150 +1,268 @@
-"""`oscar-hf bench decode`: whole models, prefill and decode, DynamicCache and other caches against OscarCache."""
+"""`oscar-hf bench decode`: whole models, generate() with each kind of cache: time, memory, launches, and the error it makes."""
 
 import statistics
-import time
+from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StoppingCriteria, StoppingCriteriaList
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from .. import compat
 from ..artifact import Artifact
-from ..cache import OscarCache
-from ..config import OscarConfig
-from ..constants import LayerConstants
-from ..errors import OscarError
+from .batch import largest
+from .caches import STATIC, filled, new_cache, settle
+from .device import OUT_OF_MEMORY, Device, attempt, gib_since
+from .models import prompt_row, prompts
+from .report import Column, table
 from .timing import machine
 
-# Shapes of published models; weights are random and built on the device, for speed does not depend on their values.
-SHAPES = {
-    "qwen3-8b": dict(
-        model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=262144,
-    ),
-    "qwen3-0.6b": dict(
-        model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=262144,
-    ),
-}  # fmt: skip
+# Tokens before the timed ones, at the same shapes: after the first, which is never compiled, come those that compile and that
+# record CUDA graphs. They are given, so that all caches see the same and their logits can be compared.
+WARM_UP = 8
+# Tokens of the run in which launches are counted.
+COUNTED = 4
+
+COLUMNS: list[Column] = [
+    ("cache", "cache", "s"),
+    ("batch", "batch", "d"),
+    ("context", "context", "d"),
+    ("prefill s", "prefill_s", ".2f"),
+    ("prefill peak GiB", "prefill_peak_gib", ".2f"),
+    ("resident GiB", "resident_gib", ".2f"),
+    ("ms per token", "ms_per_token", ".2f"),
+    ("tokens per s", "tokens_per_s", ".0f"),
+    ("kernels per layer", "kernels_per_layer", ".0f"),
+    ("launches per layer", "launches_per_layer", ".1f"),
+    ("logit error", "logit_error", ".1e"),
+]
 
 
-def shaped_model(shape: str, device: torch.device):
-    """A model of a preset shape with random BF16 weights, sdpa attention."""
-    if shape not in SHAPES:
-        raise OscarError(f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}")
-    config = AutoConfig.for_model(**SHAPES[shape], eos_token_id=None, bos_token_id=None, pad_token_id=None)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return model.eval()
+@dataclass(frozen=True)
+class Job:
+    """What is measured. compile: let generate() compile static caches. synthetic: fill the cache with random keys and values
+    in place of a prefill. prefill_chunk: tokens of a prompt per forward, None for all at once. count: count launches, too."""
+
+    model: torch.nn.Module
+    artifact: Artifact
+    tokenizer: object = None
+    batch: int = 1
+    new_tokens: int = 32
+    compile: bool = False
+    synthetic: bool = False
+    prefill_chunk: int | None = None
+    count: bool = True
+
+    @property
+    def device(self) -> Device:
+        """Where the model is."""
+        return Device(next(self.model.parameters()).device)
 
 
-def synthetic_artifact(config) -> Artifact:
-    """An artifact of recipe `default` without statistics: what it costs does not depend on the matrices."""
-    config = compat.text_config(config)
-    heads, dim = config.num_key_value_heads, config.head_dim
-    free = LayerConstants.data_free("hadamard", "hadamard", dim, dim)
-
-    def per_head(x):
-        return x.expand(heads, dim, dim).contiguous()
-
-    constants = LayerConstants(
-        key_transform=per_head(free.key_transform),
-        key_inverse=per_head(free.key_inverse),
-        value_transform=per_head(free.value_transform),
-        value_inverse=per_head(free.value_inverse),
-        key_mean=torch.zeros(heads, dim),
-        key_metric=per_head(torch.eye(dim)),
-    )
-    count = config.num_hidden_layers
-    return Artifact(OscarConfig.from_recipe("default"), dict.fromkeys(range(count), constants), source="bench")
+@torch.no_grad()
+def prefill(job: Job, cache, ids: Tensor) -> Tensor:
+    """Run a prompt, or a further turn, [batch, T] into a cache; returns the logits of its last token."""
+    for part in ids.split(job.prefill_chunk or ids.shape[1], 1):
+        output = job.model(input_ids=part, logits_to_keep=1, **{compat.CACHE_ARGUMENT: cache})
+    return output.logits[:, -1]
 
 
-class _StepTimes(StoppingCriteria):
-    """Wall-clock time after every generated token, the device synchronized."""
+def measure(job: Job, kind: str, context: int, reference: Tensor | None = None) -> tuple[dict, Tensor]:
+    """One row of the table, and the first prompt's logits [WARM_UP, V] of the warm-up's tokens, float32 on the CPU.
 
-    def __init__(self):
-        self.times = []
+    The cache holds context - 1 tokens when generate() begins with the last one. Resident and peak count what this run adds
+    to the model's own bytes. reference: logits to compare with.
+    """
+    device, model = job.device, job.model
+    device.clear()
+    ids = prompts(prompt_row(model, context + WARM_UP, job.tokenizer), job.batch)
+    given, ids = Given(ids[:, context:]), ids[:, :context]
+    room = context + WARM_UP + job.new_tokens + COUNTED
+    row = {"cache": kind, "batch": job.batch, "context": context}
+    before = device.allocated()
+    device.reset_peak()
+    if job.synthetic:
+        cache = filled(kind, model, job.artifact, context - 1, job.batch, room)
+    else:
+        begin = device.now()
+        cache = new_cache(kind, model, job.artifact, room)
+        prefill(job, cache, ids[:, :-1])
+        settle(cache)
+        row |= {"prefill_s": device.now() - begin, "prefill_peak_gib": gib_since(before, device.peak())}
+    row["resident_gib"] = gib_since(before, device.allocated())
+    tokens = _generate(job, ids, cache, WARM_UP, logits_processor=LogitsProcessorList([given]))
+    logits, steps = torch.stack(given.logits), StepTimes(device)
+    device.reset_peak()
+    tokens = _generate(job, tokens, cache, job.new_tokens, steps)
+    gaps = [1e3 * (b - a) for a, b in zip(steps.times, steps.times[1:])]
+    row["decode_peak_gib"] = gib_since(before, device.peak())
+    row["ms_per_token"] = statistics.median(gaps)
+    row["tokens_per_s"] = 1e3 * job.batch / row["ms_per_token"]
+    row["step_ms"] = [round(gap, 3) for gap in gaps]
+    if job.count:
+        counts, problem = attempt(device, _launches, job, tokens, cache)
+        row |= counts or {"launches_problem": problem}
+    if reference is not None:
+        row |= compare(logits, reference)
+    return row, logits
+
+
+def _generate(job: Job, ids: Tensor, cache, new_tokens: int, *criteria: StoppingCriteria, **options):
+    """Greedy generate() on top of a cache that holds all but the last of `ids`."""
+    return job.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
+        disable_compile=not job.compile, stopping_criteria=StoppingCriteriaList(criteria),
+        **{compat.CACHE_ARGUMENT: cache}, **options,
+    )  # fmt: skip
+
+
+def compare(logits: Tensor, reference: Tensor) -> dict[str, float]:
+    """How far logits [N, V] are from others: ||x - ref|| / ||ref||, mean KL divergence from ref, share of equal best tokens."""
+    mine, theirs = logits.log_softmax(-1), reference.log_softmax(-1)
+    return {
+        "logit_error": ((logits - reference).norm() / reference.norm()).item(),
+        "kl": F.kl_div(mine, theirs, reduction="batchmean", log_target=True).item(),
+        "agreement": (logits.argmax(-1) == reference.argmax(-1)).float().mean().item(),
+    }
+
+
+class Given(LogitsProcessor):
+    """Makes generate() choose the given tokens [B, N], and keeps the first row's logits, float32 on the CPU."""
+
+    def __init__(self, tokens: Tensor):
+        self.tokens, self.logits = tokens, []
+
+    def __call__(self, input_ids, scores):
+        chosen = self.tokens[:, len(self.logits), None]
+        self.logits.append(scores[0].float().cpu())
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+
+class StepTimes(StoppingCriteria):
+    """Time after every generated token, the device synchronized, as generate() does itself to see whether it is done."""
+
+    def __init__(self, device: Device):
+        self.device, self.times = device, []
 
     def __call__(self, input_ids, scores, **kwargs):
-        torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
+        self.times.append(self.device.now())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _cache(kind: str, model, artifact: Artifact):
-    return DynamicCache(config=model.config) if kind == "dynamic" else OscarCache(model.config, artifact=artifact)
+class ProfiledStep(StoppingCriteria):
+    """Profiles the step that follows the second token, the model's forward and generate()'s own work."""
+
+    def __init__(self):
+        from torch.profiler import ProfilerActivity, profile
+
+        self.calls, self.profile = 0, profile(activities=[ProfilerActivity.CUDA])
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        if self.calls == 2:
+            torch.cuda.synchronize()
+            self.profile.start()
+        elif self.calls == 3:
+            torch.cuda.synchronize()
+            self.profile.stop()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def measure(model, kind: str, artifact: Artifact, context: int, batch: int, new_tokens: int) -> dict:
-    """Prefill seconds, peak and resident bytes, and median milliseconds per token of generate() for one cache."""
-    torch.cuda.empty_cache()
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(0)
-    ids = torch.randint(10, model.config.vocab_size, (batch, context), device=device, generator=generator)
-    cache = _cache(kind, model, artifact)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    with torch.no_grad():
-        model(input_ids=ids[:, :-1], logits_to_keep=1, **{compat.CACHE_ARGUMENT: cache})
-    torch.cuda.synchronize()
-    prefill = time.perf_counter() - begin
-    prefill_peak = torch.cuda.max_memory_allocated() - before
-    steps = _StepTimes()
-    tokens = model.generate(
-        ids, max_new_tokens=new_tokens, do_sample=False, stopping_criteria=StoppingCriteriaList([steps]),
-        **{compat.CACHE_ARGUMENT: cache},
-    )  # fmt: skip
-    gaps = [b - a for a, b in zip(steps.times, steps.times[1:])]
-    if kind == "oscar":
-        cache.commit()
-    result = {
-        "cache": kind,
-        "batch": batch,
-        "context": context,
-        "prefill_s": prefill,
-        "prefill_peak_gib": prefill_peak / 2**30,
-        "resident_gib": (torch.cuda.memory_allocated() - before) / 2**30,
-        "ms_per_token": 1e3 * statistics.median(gaps),
-        "launches_per_layer": _launches(model, cache, tokens[:, -1:]) / model.config.num_hidden_layers,
-    }
-    return result
+def _launches(job: Job, tokens: Tensor, cache) -> dict[str, float | None]:
+    """Kernels that one step of generate() runs on the GPU, and launches by the host (a CUDA graph is one), per layer."""
+    if not job.device.is_cuda:
+        return {"kernels_per_layer": None, "launches_per_layer": None}
+    step = ProfiledStep()
+    _generate(job, tokens, cache, COUNTED, step)
+    kernels, launches = count_launches(step.profile.events())
+    layers = compat.text_config(job.model.config).num_hidden_layers
+    # Whether the host's calls are recorded depends on the profiler's version.
+    return {"kernels_per_layer": kernels / layers, "launches_per_layer": launches / layers if launches else None}
 
 
-def _launches(model, cache, token) -> float:
-    """Kernels of one decode step of the whole model."""
-    from torch.profiler import ProfilerActivity, profile
+def count_launches(events) -> tuple[int, int]:
+    """(kernels on the device, launches by the host) among a profile's events."""
+    kernels = launches = 0
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels += not event.name.startswith(("Memcpy", "Memset", "cuda", "cuLaunch", "ProfilerStep"))
+        else:
+            launches += event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch"))
+    return kernels, launches
 
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA]) as trace:
-        model(input_ids=token, **{compat.CACHE_ARGUMENT: cache})
-        torch.cuda.synchronize()
-    return sum(event.count for event in trace.key_averages() if not event.key.startswith(("Memcpy", "Memset", "cuda")))
+
+def forget_compiled(model) -> None:
+    """Drop what generate() compiled: the next row compiles for its own shapes, and the graphs' memory is given back."""
+    torch.compiler.reset()
+    if hasattr(model, "_compiled_call"):
+        del model._compiled_call
 
 
-def bench_generation(model, artifact: Artifact, contexts: list[int], batch: int, new_tokens: int) -> dict:
-    """`measure` for both caches at every context; returns {machine, rows}."""
+def bench_generation(job: Job, kinds: list[str], contexts: list[int], find_batch: bool = False) -> dict:
+    """`measure` for every kind of cache and context; returns {machine, compile, synthetic_prefill, find_batch, rows}.
+
+    find_batch: take the largest batch that fits in place of the job's. What fails, for lack of memory or otherwise, is a row
+    with its `problem`. A row's logits are compared with DynamicCache's of the same context, where that ran before.
+    """
     rows = []
-    # A first, short pass compiles the kernels, so that no timing holds a compilation.
-    for kind in ("dynamic", "oscar"):
-        measure(model, kind, artifact, 1024, batch, 3)
+    # A short pass compiles the package's kernels, so that no prefill's time holds a compilation.
+    warm = replace(job, batch=1, new_tokens=2, compile=False, count=False)
+    for kind in kinds:
+        attempt(job.device, measure, warm, kind, min(1024, *contexts))
     for context in contexts:
-        for kind in ("dynamic", "oscar"):
-            rows.append(measure(model, kind, artifact, context, batch, new_tokens))
-            print(format_rows(rows[-1:], header=len(rows) == 1), flush=True)
-    return {"machine": machine(), "rows": rows}
+        reference = None
+        for kind in kinds:
+            row, logits = _row(job, kind, context, reference, find_batch)
+            if kind == "dynamic":
+                reference = logits
+            rows.append(row)
+            print(format_rows([row], header=len(rows) == 1), flush=True)
+    return {
+        "machine": machine(job.device.device),
+        "compile": job.compile,
+        "synthetic_prefill": job.synthetic,
+        "find_batch": find_batch,
+        "rows": rows,
+    }
+
+
+def _row(job: Job, kind: str, context: int, reference: Tensor | None, find_batch: bool) -> tuple[dict, Tensor | None]:
+    """One row, or what stopped it, and its logits, or those of no row."""
+    job = replace(job, compile=job.compile and kind in STATIC)
+    batch, problem = job.batch, ""
+    if find_batch:
+        batch, problem = largest_batch(job, kind, context)
+    while batch and not problem:
+        result, problem = attempt(job.device, measure, replace(job, batch=batch), kind, context, reference)
+        if job.compile:
+            forget_compiled(job.model)
+            job.device.clear()
+        if not problem:
+            return result
+        if find_batch and problem == OUT_OF_MEMORY:
+            # Compiled, it needs a little more than when its size was tried.
+            batch, problem = batch - max(1, batch // 16), ""
+    return {"cache": kind, "batch": batch, "context": context, "problem": problem or OUT_OF_MEMORY}, None
+
+
+def largest_batch(job: Job, kind: str, context: int) -> tuple[int, str]:
+    """(largest batch that fits, within a sixteenth, or 0; what went wrong other than a lack of memory).
+
+    Each size is tried with a few tokens of generate(), not compiled.
+    """
+    trial = replace(job, new_tokens=2, compile=False, count=False)
+    failed = []
+
+    def fits(batch: int) -> bool:
+        _, problem = attempt(job.device, measure, replace(trial, batch=batch), kind, context)
+        if problem and problem != OUT_OF_MEMORY:
+            failed.append(problem)
+        return not problem
+
+    batch = largest(fits)
+    return (0, failed[0]) if failed else (batch, "")
 
 
 def format_rows(rows: list[dict], header: bool = True) -> str:
     """A Markdown table of bench_generation's rows."""
-    lines = []
-    if header:
-        lines.append(
-            "| cache | batch | context | prefill s | prefill peak GiB | resident GiB | ms per token | launches per layer |\n"
-            "| --- | --- | --- | --- | --- | --- | --- | --- |"
-        )
-    for r in rows:
-        lines.append(
-            f"| {r['cache']} | {r['batch']} | {r['context']} | {r['prefill_s']:.2f} | {r['prefill_peak_gib']:.2f} "
-            f"| {r['resident_gib']:.2f} | {r['ms_per_token']:.1f} | {r['launches_per_layer']:.0f} |"
-        )
-    return "\n".join(lines)
+    return table(rows, COLUMNS, header)

@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..errors import OscarError
 from ..kernels.decode import DecodeStore, decode_attention, decode_problem
 from ..kernels.dequantize import dequantize_rows
 from ..kernels.reference import decode_attention_reference
 from ..packed import PackedRows
+from .device import Device, attempt
+from .report import Column, table
 from .timing import ROTATE_BYTES, copy_bandwidth, graph_microseconds, machine
 
 SINK, RECENT = 64, 256
@@ -45,6 +48,28 @@ ROWS = [
     Row(8, 32768, 96, 8),
     Row(8, 32768, group_size=64),
 ]
+
+
+def choose_rows(names: list[str]) -> list[Row]:
+    """The rows of ROWS that are named: by number from 1 (`3`, `1-4`) or by a part of their name (`D 64`, `8 x 102400`).
+
+    Raises OscarError for what names none.
+    """
+    chosen = []
+    for name in names:
+        first, dash, last = name.partition("-")
+        if first.isdecimal() and (last.isdecimal() if dash else True):
+            numbers = range(int(first), int(last or first) + 1)
+            found = [row for number, row in enumerate(ROWS, 1) if number in numbers]
+        else:
+            found = [row for row in ROWS if name.lower() in row.name.lower()]
+        if not found:
+            known = "; ".join(f"{number} = {row.name}" for number, row in enumerate(ROWS, 1))
+            raise OscarError(
+                f"--rows {name!r} names no row: use numbers, ranges such as 1-4, or parts of names. {known}"
+            )
+        chosen += [row for row in found if row not in chosen]
+    return chosen
 
 
 def random_store(row: Row, seed: int) -> tuple[torch.Tensor, DecodeStore]:
@@ -107,25 +132,28 @@ def relative_error(query: torch.Tensor, store: DecodeStore) -> float:
     return (error / reference_norm) ** 0.5
 
 
-def bf16_rivals(row: Row) -> dict[str, float]:
-    """Microseconds of PyTorch's flash and cuDNN attention on BF16 keys and values of the same shape."""
+def bf16_rivals(row: Row, device: Device) -> tuple[dict[str, float | None], dict[str, str]]:
+    """(microseconds, problems) of PyTorch's flash and cuDNN attention on BF16 keys and values of the same shape; not every
+    backend takes every shape."""
     sets = max(1, min(6, ROTATE_BYTES // (4 * row.batch * row.kv_heads * row.tokens * row.head_dim) + 1))
     shape = (row.batch, row.kv_heads, row.tokens, row.head_dim)
-    pairs = [tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)) for _ in range(sets)]
-    query = torch.randn(row.batch, row.query_heads, 1, row.head_dim, device="cuda", dtype=torch.bfloat16)
-    times = {}
-    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
 
-        def attend(keys, values, backend=backend):
+    def measure(backend):
+        pairs = [tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)) for _ in range(sets)]
+        query = torch.randn(row.batch, row.query_heads, 1, row.head_dim, device="cuda", dtype=torch.bfloat16)
+
+        def attend(keys, values):
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
-        try:
-            times[name] = graph_microseconds([lambda pair=pair: attend(*pair) for pair in pairs])
-        except RuntimeError:
-            # Not every backend takes every shape; the table then shows a dash.
-            times[name] = float("nan")
-    return times
+        return graph_microseconds([lambda pair=pair: attend(*pair) for pair in pairs])
+
+    times, problems = {}, {}
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        times[name], problem = attempt(device, measure, backend)
+        if problem:
+            problems[name] = problem
+    return times, problems
 
 
 def dequantize_rival(row: Row, query, store: DecodeStore) -> float:
@@ -147,48 +175,56 @@ def dequantize_rival(row: Row, query, store: DecodeStore) -> float:
     return graph_microseconds([run], repeats=3)
 
 
+def measure(row: Row, bandwidth: float, device: Device) -> dict:
+    """One row of the table, times in microseconds; what did not run is None and has its reason in `problems`."""
+    rivals, problems = bf16_rivals(row, device)
+    count = max(1, min(12, ROTATE_BYTES // packed_bytes(row) + 1))
+    stores = [random_store(row, seed) for seed in range(count)]
+    if problem := decode_problem(*stores[0]):
+        raise OscarError(problem)
+    microseconds = graph_microseconds([lambda s=s: decode_attention(*s) for s in stores])
+    dequantize, problem = attempt(device, dequantize_rival, row, *stores[0])
+    if problem:
+        problems["dequantize_sdpa"] = problem
+    best = min((t for t in rivals.values() if t is not None), default=None)
+    rate = packed_bytes(row) / microseconds * 1e6
+    return {
+        "shape": row.name,
+        "oscar_us": microseconds,
+        **{f"{name}_us": t for name, t in rivals.items()},
+        "dequantize_sdpa_us": dequantize,
+        "speedup": None if best is None else best / microseconds,
+        "gb_per_s": rate / 1e9,
+        "share_of_copy": rate / bandwidth,
+        "relative_error": relative_error(*stores[0]),
+        "problems": problems,
+    }
+
+
 def bench_kernel(rows: list[Row]) -> dict:
-    """Time every row; returns {machine, copy_gb_per_s, rows: [...]}. Times in microseconds."""
+    """`measure` every row; returns {machine, copy_gb_per_s, rows}. A row that fails has its `problem` alone."""
+    device = Device(torch.device("cuda", torch.cuda.current_device()))
     bandwidth, results = copy_bandwidth(), []
     for row in rows:
-        rivals = bf16_rivals(row)
-        torch.cuda.empty_cache()
-        count = max(1, min(12, ROTATE_BYTES // packed_bytes(row) + 1))
-        stores = [random_store(row, seed) for seed in range(count)]
-        if problem := decode_problem(*stores[0]):
-            raise ValueError(problem)
-        microseconds = graph_microseconds([lambda s=s: decode_attention(*s) for s in stores])
-        best = min((t for t in rivals.values() if t == t), default=float("nan"))
-        rate = packed_bytes(row) / microseconds * 1e6
-        results.append(
-            {
-                "shape": row.name,
-                "oscar_us": microseconds,
-                **{f"{name}_us": t for name, t in rivals.items()},
-                "dequantize_sdpa_us": dequantize_rival(row, *stores[0]),
-                "speedup": best / microseconds,
-                "gb_per_s": rate / 1e9,
-                "share_of_copy": rate / bandwidth,
-                "relative_error": relative_error(*stores[0]),
-            }
-        )
-        del stores
-        torch.cuda.empty_cache()
+        result, problem = attempt(device, measure, row, bandwidth, device)
+        results.append(result or {"shape": row.name, "problem": problem})
         print(format_rows(results[-1:], header=len(results) == 1), flush=True)
     return {"machine": machine(), "copy_gb_per_s": bandwidth / 1e9, "rows": results}
 
 
+COLUMNS: list[Column] = [
+    ("shape", "shape", "s"),
+    ("OSCAR us", "oscar_us", ".1f"),
+    ("flash us", "flash_us", ".1f"),
+    ("cuDNN us", "cudnn_us", ".1f"),
+    ("dequantize + SDPA us", "dequantize_sdpa_us", ".0f"),
+    ("speed-up", "speedup", lambda x: f"{x:.2f}x"),
+    ("GB/s", "gb_per_s", ".0f"),
+    ("of copy", "share_of_copy", ".0%"),
+    ("error", "relative_error", ".1e"),
+]
+
+
 def format_rows(results: list[dict], header: bool = True) -> str:
     """A Markdown table of bench_kernel's rows."""
-    lines = []
-    if header:
-        lines.append(
-            "| shape | OSCAR us | flash us | cuDNN us | dequantize + SDPA us | speed-up | GB/s | of copy | error |\n"
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-        )
-    for r in results:
-        lines.append(
-            f"| {r['shape']} | {r['oscar_us']:.1f} | {r['flash_us']:.1f} | {r['cudnn_us']:.1f} | {r['dequantize_sdpa_us']:.0f} "
-            f"| {r['speedup']:.2f}x | {r['gb_per_s']:.0f} | {r['share_of_copy']:.0%} | {r['relative_error']:.1e} |"
-        )
-    return "\n".join(lines)
+    return table(results, COLUMNS, header)

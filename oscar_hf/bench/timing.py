@@ -1,11 +1,14 @@
 """Timing on a CUDA GPU, and the description of the machine that every result carries."""
 
 import datetime
+import platform
 import statistics
 from collections.abc import Callable
 
 import torch
 import transformers
+
+import oscar_hf
 
 from ..errors import OscarError
 from ..kernels.launch import HAS_TRITON, triton
@@ -26,13 +29,19 @@ def require_cuda(device: str | None) -> torch.device:
     return chosen
 
 
-def machine() -> dict[str, str]:
-    """GPU, versions and date."""
+def machine(device: torch.device | None = None) -> dict[str, str | float | None]:
+    """GPU (of the device that is current, or `device`), versions and date."""
+    cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
+    properties = torch.cuda.get_device_properties(device) if cuda else None
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": properties.name if cuda else "none",
+        "gpu_memory_gib": round(properties.total_memory / 2**30, 1) if cuda else None,
+        "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton.__version__ if HAS_TRITON else "none",
         "transformers": transformers.__version__,
+        "oscar_hf": oscar_hf.__version__,
+        "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
 

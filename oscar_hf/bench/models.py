@@ -1,0 +1,96 @@
+"""What is benched: shapes of published models with random weights, models by name, their artifacts and prompts."""
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from .. import compat
+from ..artifact import Artifact
+from ..config import OscarConfig
+from ..constants import LayerConstants
+from ..errors import OscarError
+
+# Weights are random and built on the device, for speed does not depend on their values.
+SHAPES = {
+    "qwen3-8b": dict(
+        model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=262144,
+    ),
+    "qwen3-0.6b": dict(
+        model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=262144,
+    ),
+}  # fmt: skip
+
+
+def shaped_model(shape: str, device: torch.device):
+    """A model of a preset shape with random BF16 weights, sdpa attention."""
+    if shape not in SHAPES:
+        raise OscarError(f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}")
+    config = AutoConfig.for_model(**SHAPES[shape], eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    with torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.eval()
+
+
+def plain_generation(model) -> None:
+    """Let generate() decode greedily to the number of tokens asked for, whatever the model's own settings."""
+    model.generation_config = GenerationConfig()
+
+
+def synthetic_artifact(config) -> Artifact:
+    """An artifact of recipe `default` without statistics: what it costs does not depend on the matrices."""
+    config = compat.text_config(config)
+    geometry = _geometry(config)
+    heads, dim = geometry["num_key_value_heads"], geometry["head_dim"]
+    free = LayerConstants.data_free("hadamard", "hadamard", dim, dim)
+
+    def per_head(x):
+        return x.expand(heads, dim, dim).contiguous()
+
+    constants = LayerConstants(
+        key_transform=per_head(free.key_transform),
+        key_inverse=per_head(free.key_inverse),
+        value_transform=per_head(free.value_transform),
+        value_inverse=per_head(free.value_inverse),
+        key_mean=torch.zeros(heads, dim),
+        key_metric=per_head(torch.eye(dim)),
+    )
+    layers = dict.fromkeys(range(config.num_hidden_layers), constants)
+    return Artifact(OscarConfig.from_recipe("default"), layers, source="bench")
+
+
+def _geometry(config) -> dict[str, int]:
+    geometry = compat.attention_geometry(config)
+    if len(geometry) != 2:
+        raise OscarError(
+            f"{getattr(config, 'model_type', 'this model')} does not state one number of KV heads and one head dim for all "
+            "layers: give --artifact, and leave out --synthetic-prefill"
+        )
+    return geometry
+
+
+def prompt_row(model, context: int, tokenizer=None) -> Tensor:
+    """One prompt [context] on the model's device: the package's own text, repeated as needed, or random ids without a
+    tokenizer."""
+    if tokenizer is None:
+        vocabulary = compat.text_config(model.config).vocab_size
+        ids = torch.randint(min(10, vocabulary - 1), vocabulary, (context,), generator=torch.Generator().manual_seed(0))
+    else:
+        from ..calibrate import default_text
+
+        ids = tokenizer(default_text()[0], return_tensors="pt", verbose=False)["input_ids"][0]
+        ids = ids.repeat(-(-context // ids.shape[0]))[:context]
+    return ids.to(next(model.parameters()).device)
+
+
+def prompts(row: Tensor, batch: int) -> Tensor:
+    """[batch, T]: the prompt, and after it rotated copies, so that rows differ and the first does not depend on the batch."""
+    return torch.stack([row.roll(i) for i in range(batch)])
+
+
+def states_shape(config) -> tuple[int, int]:
+    """(KV heads, head dim) of every attention layer. Raises OscarError where they differ between layers."""
+    geometry = _geometry(compat.text_config(config))
+    return geometry["num_key_value_heads"], geometry["head_dim"]
