@@ -54,7 +54,8 @@ def device(request):
 
 def force_tile(monkeypatch, tile):
     """Force the program of a single token, or the tile of a long prompt, whatever the number of tokens."""
-    monkeypatch.setattr(append, "_MAX_SINGLE_TOKENS", {"one_token": 1_000_000, "tile": 0}[tile])
+    for limit in ("_MAX_SINGLE_TOKENS", "_FEW_TOKENS"):
+        monkeypatch.setattr(append, limit, {"one_token": 1_000_000, "tile": 0}[tile])
 
 
 def spread(rules):

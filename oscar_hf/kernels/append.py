@@ -8,6 +8,7 @@ from torch import Tensor
 from ..packed import PackedRows, tokens_per_row
 from ..quantizer import FP16_MAX, MAX_CODE, SCALE_FLOOR, ScaleRule, check_group_size, quantize_rows
 from .launch import MAX_HEAD_DIM, can_launch, fall_back, head_dim_problem, next_power_of_two, on_device, tl, triton
+from .search import _quantize, _scale_of_range, _search_at_once, _search_in_turn
 
 
 def append_rows_reference(
@@ -119,63 +120,6 @@ def _clip_threshold(x, is_channel, CLIP_INDEX: tl.constexpr, BLOCK_T: tl.constex
 
 
 @triton.jit
-def _round_to_fp16(x, FP16_MAX: tl.constexpr):
-    return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
-
-
-@triton.jit
-def _quantize(x, scale, low, MAX_CODE: tl.constexpr):
-    """Codes as float32. IEEE division: an approximate one moves codes across a rounding boundary."""
-    codes = tl.floor(tl.div_rn(x - low, scale) + 0.5)
-    return tl.minimum(tl.maximum(codes, 0.0), MAX_CODE)
-
-
-@triton.jit
-def _shrink(middle, end, factor):
-    """middle + (end - middle) * factor with both roundings of the reference.
-
-    The product goes through float64, where it is exact: the compiler would fuse a float32 one with the sum.
-    """
-    return middle + ((end - middle).to(tl.float64) * factor.to(tl.float64)).to(tl.float32)
-
-
-@triton.jit
-def _weighted_loss(
-    error,
-    metric_ptr,
-    channels,
-    is_channel,
-    stride_mk,
-    stride_mn,
-    GROUP_SIZE: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """e M e^T of each row of `error` float32 [ROWS, DIM_TILE], as [ROWS]."""
-    CHUNKS: tl.constexpr = DIM_TILE // BLOCK_K
-    # Registers cannot be sliced, so chunk i of the k axis is picked by a masked sum: columns i, i + CHUNKS, ...
-    chunked = tl.reshape(error, [ROWS, BLOCK_K, CHUNKS])
-    chunk_ids = tl.arange(0, CHUNKS)[None, None, :]
-    product = tl.zeros([ROWS, DIM_TILE], dtype=tl.float32)
-    for i in range(CHUNKS):
-        k = tl.arange(0, BLOCK_K) * CHUNKS + i
-        group, within = k // GROUP_TILE, k % GROUP_TILE
-        is_k = (group < GROUPS) & (within < GROUP_SIZE)
-        k_channels = group * GROUP_SIZE + within
-        matrix = tl.load(
-            metric_ptr + k_channels[:, None] * stride_mk + channels[None, :] * stride_mn,
-            mask=is_k[:, None] & is_channel[None, :],
-            other=0.0,
-        )
-        chunk = tl.sum(tl.where(chunk_ids == i, chunked, 0.0), axis=2)
-        product = tl.dot(chunk, matrix, product, input_precision="ieee")
-    return tl.sum(product * error, axis=1)
-
-
-@triton.jit
 def _encode(
     x,
     metric_ptr,
@@ -213,8 +157,8 @@ def _encode(
 ):
     """Choose the scales of rotated rows x [BLOCK_T, DIM_TILE], quantize, and store them as tokens `targets` [BLOCK_T].
 
-    Pointers are at the batch row and KV head. The CANDIDATES ranges of a search are an axis of the tile, so that all are
-    tried at once, also for a single token.
+    Pointers are at the batch row and KV head. The ranges of a search are an axis of the tile if CANDIDATES is more than 1,
+    so that all are tried at once, also for a single token; else they are tried in turn.
     """
     DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
     PADDED: tl.constexpr = DIM_TILE != HEAD_DIM
@@ -234,59 +178,60 @@ def _encode(
     else:
         low = tl.min(tl.where(is_entry, groups, float("inf")), axis=2)
         high = tl.max(tl.where(is_entry, groups, float("-inf")), axis=2)
-    low, high = low[:, None, :], high[:, None, :]
-    if SEARCH:
-        candidate = tl.arange(0, CANDIDATES)[None, :, None]
-        # Candidates beyond NUM_FACTORS repeat the first one, and the first of equal losses wins.
-        low_factor = tl.full([1, CANDIDATES, 1], LOW_FACTORS[0], dtype=tl.float32)
-        high_factor = tl.full([1, CANDIDATES, 1], HIGH_FACTORS[0], dtype=tl.float32)
-        for i in tl.static_range(1, NUM_FACTORS):
-            low_factor = tl.where(candidate == i, LOW_FACTORS[i], low_factor)
-            high_factor = tl.where(candidate == i, HIGH_FACTORS[i], high_factor)
-        middle = (low + high) * 0.5
-        low, high = _shrink(middle, low, low_factor), _shrink(middle, high, high_factor)
-
-    # Scale and min [BLOCK_T, CANDIDATES, GROUPS_TILE], as fp16 will hold them: codes must fit the stored numbers.
-    scale = _round_to_fp16(tl.maximum(tl.div_rn(high - low, MAX_CODE), SCALE_FLOOR), FP16_MAX)
-    if SYMMETRIC:
-        low = scale * -1.5
+    if SEARCH and CANDIDATES > 1:
+        scale, low = _search_at_once(
+            groups,
+            low,
+            high,
+            metric_ptr,
+            channels,
+            is_channel,
+            stride_mk,
+            stride_mn,
+            SYMMETRIC,
+            WEIGHTED,
+            LOW_FACTORS,
+            HIGH_FACTORS,
+            NUM_FACTORS,
+            HEAD_DIM,
+            GROUP_SIZE,
+            GROUPS,
+            GROUP_TILE,
+            GROUPS_TILE,
+            BLOCK_T,
+            CANDIDATES,
+            BLOCK_K,
+            FP16_MAX,
+            SCALE_FLOOR,
+            MAX_CODE,
+        )
+    elif SEARCH:
+        scale, low = _search_in_turn(
+            groups,
+            low,
+            high,
+            metric_ptr,
+            channels,
+            is_channel,
+            stride_mk,
+            stride_mn,
+            SYMMETRIC,
+            WEIGHTED,
+            LOW_FACTORS,
+            HIGH_FACTORS,
+            NUM_FACTORS,
+            HEAD_DIM,
+            GROUP_SIZE,
+            GROUPS,
+            GROUP_TILE,
+            GROUPS_TILE,
+            BLOCK_T,
+            FP16_MAX,
+            SCALE_FLOOR,
+            MAX_CODE,
+        )
     else:
-        low = _round_to_fp16(low, FP16_MAX)
-
-    if SEARCH:
-        entries = groups[:, None, :, :]
-        codes = _quantize(entries, scale[:, :, :, None], low[:, :, :, None], MAX_CODE)
-        error = low[:, :, :, None] + scale[:, :, :, None] * codes - entries
-        if PADDED:
-            error = tl.where(tl.reshape(is_channel, [1, 1, GROUPS_TILE, GROUP_TILE]), error, 0.0)
-        if WEIGHTED:
-            # The metric couples all channels of a row, so one candidate is chosen for the whole row.
-            loss = _weighted_loss(
-                tl.reshape(error, [BLOCK_T * CANDIDATES, DIM_TILE]),
-                metric_ptr,
-                channels,
-                is_channel,
-                stride_mk,
-                stride_mn,
-                GROUP_SIZE,
-                GROUP_TILE,
-                GROUPS,
-                BLOCK_T * CANDIDATES,
-                DIM_TILE,
-                BLOCK_K,
-            )
-            loss = tl.reshape(loss, [BLOCK_T, CANDIDATES, 1])
-        else:
-            loss = tl.sum(error * error, axis=3)
-        best = tl.min(loss, axis=1)[:, None, :]
-        # A row of NaN has no least loss; it takes the first candidate.
-        chosen = tl.min(tl.where(loss == best, candidate, CANDIDATES), axis=1) % CANDIDATES
-        is_chosen = candidate == chosen[:, None, :]
-        scale = tl.sum(tl.where(is_chosen, scale, 0.0), axis=1)
-        low = tl.sum(tl.where(is_chosen, low, 0.0), axis=1)
-    else:
-        scale = tl.reshape(scale, [BLOCK_T, GROUPS_TILE])
-        low = tl.reshape(low, [BLOCK_T, GROUPS_TILE])
+        scale, low = _scale_of_range(low, high, SYMMETRIC, FP16_MAX, SCALE_FLOOR, MAX_CODE)
 
     codes = _quantize(tl.reshape(x, [BLOCK_T, GROUPS_TILE, GROUP_TILE]), scale[:, :, None], low[:, :, None], MAX_CODE)
     codes = tl.reshape(codes.to(tl.int32), [BLOCK_T, DIM_TILE])
@@ -439,8 +384,9 @@ def _append_kernel(
     )
 
 
-# Up to about two programs per SM of a large GPU, a program per token finishes before a program per tile does.
-_MAX_SINGLE_TOKENS = 256
+# Up to about two programs per SM of a large GPU, a program per token finishes before a program per tile does; so do the
+# programs of a few tokens of however many rows and heads, which would leave most of a tile empty.
+_MAX_SINGLE_TOKENS, _FEW_TOKENS = 256, 4
 
 
 def _tile_dims(head_dim: int, group_size: int) -> tuple[int, int]:
@@ -450,18 +396,17 @@ def _tile_dims(head_dim: int, group_size: int) -> tuple[int, int]:
     return max(group_tile, 16 // groups_tile), groups_tile
 
 
-def _tile_size(single_token: bool, dim_tile: int, factors: int, weighted: bool) -> tuple[int, int, int]:
-    """Tokens per program, candidate ranges per token, warps per program: the fastest tried on an H200 at D = 128."""
-    candidates = next_power_of_two(factors)
+def _tile_size(single_token: bool, dim_tile: int, rule: ScaleRule) -> tuple[int, int, int]:
+    """Tokens per program, candidate ranges side by side, warps per program: the fastest tried on an H200 at D = 128."""
     if single_token:
         # tl.dot wants 16 rows, here the candidates of a search.
-        return 1, 16 if candidates > 1 else 1, 4
-    if candidates == 1:
+        return 1, 16 if rule.search else 1, 4
+    if not rule.search:
         return min(64, 4096 // dim_tile), 1, 4
-    if not weighted:
-        return min(128, 8192 // dim_tile) // candidates, candidates, 4
-    block_t = min(128 // candidates, 512 // dim_tile)
-    return block_t, candidates, max(4, block_t * candidates * dim_tile // 1024)
+    if not rule.weighted:
+        return max(16, min(64, 4096 // dim_tile)), 1, 8
+    # 64 tokens of 128 channels are 3% faster, but need 112 KiB of shared memory, which only large GPUs have.
+    return (32, 1, 4) if dim_tile == 128 else (64, 1, 4 if dim_tile < 128 else 8)
 
 
 # The launch of a single token takes about as long on the host as on the GPU, so what never changes is worked out once.
@@ -472,8 +417,8 @@ def _plan(head_dim: int, group_size: int, symmetric: bool, rule: ScaleRule, sing
     group_tile, groups_tile = _tile_dims(head_dim, group_size)
     dim_tile = group_tile * groups_tile
     factors = rule.factors() if rule.search else [(1.0, 1.0)]
-    weighted = rule.search and rule.weighted
-    block_t, candidates, num_warps = _tile_size(single_token, dim_tile, len(factors), weighted)
+    block_t, candidates, num_warps = _tile_size(single_token, dim_tile, rule)
+    in_turn = rule.search and candidates == 1
     clip_index = -1
     # The largest entry as threshold clips nothing.
     if rule.clip is not None and int(rule.clip * head_dim) < head_dim - 1:
@@ -482,7 +427,7 @@ def _plan(head_dim: int, group_size: int, symmetric: bool, rule: ScaleRule, sing
         "SYMMETRIC": symmetric,
         "CLIP_INDEX": clip_index,
         "SEARCH": rule.search,
-        "WEIGHTED": weighted,
+        "WEIGHTED": rule.search and rule.weighted,
         "LOW_FACTORS": tuple(low for low, _ in factors),
         "HIGH_FACTORS": tuple(high for _, high in factors),
         "NUM_FACTORS": len(factors),
@@ -495,11 +440,13 @@ def _plan(head_dim: int, group_size: int, symmetric: bool, rule: ScaleRule, sing
         "PAIRED": tokens_per_row(head_dim) == 2,
         "BLOCK_T": block_t,
         "CANDIDATES": candidates,
-        "BLOCK_K": min(32, dim_tile),
+        "BLOCK_K": min(64 if in_turn else 32, dim_tile),
         "FP16_MAX": FP16_MAX,
         "SCALE_FLOOR": SCALE_FLOOR,
         "MAX_CODE": MAX_CODE,
         "num_warps": num_warps,
+        # Shared memory holds the metric, not copies of what a loop loads next.
+        **({"num_stages": 1} if in_turn else {}),
     }
 
 
@@ -529,7 +476,7 @@ def append_rows_triton(rows, start, x, transform, mean, rule, metric) -> None:
         mean = mean.contiguous()
     if paired:
         codes = codes.view(torch.uint8)
-    single_token = num_tokens * batch * heads <= _MAX_SINGLE_TOKENS
+    single_token = num_tokens <= _FEW_TOKENS or num_tokens * batch * heads <= _MAX_SINGLE_TOKENS
     plan = _plan(head_dim, rows.group_size, rows.symmetric, rule, single_token)
     metric = metric if plan["WEIGHTED"] else None
     with on_device(x.device):
