@@ -5,14 +5,16 @@ import warnings
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig, StaticCache
 
 from . import compat
 from .artifact import Artifact
 from .config import OVERRIDABLE, OscarConfig
 from .errors import ArtifactError, CacheStateError, OscarError
+from .kernels.decode import MAX_NEW_TOKENS
 from .layer import OscarLayer
 from .memory import LayerMemory, MemoryReport, tensors_of
+from .static_layer import StaticOscarLayer
 
 # Fewer equal tokens at the start of two turns are likely chance (a BOS token, a chat header).
 _REPEATED_TOKENS = 16
@@ -28,9 +30,14 @@ class OscarCache(Cache):
     config: the model's config; None only with an artifact that records what is needed. artifact: an Artifact, a folder
     or a Hub repository id; recipe: `hadamard`, which needs no calibration. Exactly one of the two. overrides: storage
     fields of OscarConfig (sink_tokens, recent_tokens, group_size, key_scale, value_scale, key_symmetric,
-    value_symmetric). offloading: keep each layer on the CPU except while it is in use.
+    value_symmetric). max_cache_len: allocate room for that many tokens at once, for compiled decode: the cache then is a
+    StaticOscarCache, which generate() compiles by itself on a GPU. offloading: keep each layer on the CPU except while it
+    is in use.
     Raises ArtifactError, UnsupportedModelError.
     """
+
+    def __new__(cls, *args, max_cache_len: int | None = None, **kwargs):
+        return super().__new__(StaticOscarCache if cls is OscarCache and max_cache_len is not None else cls)
 
     def __init__(
         self,
@@ -47,10 +54,7 @@ class OscarCache(Cache):
                 f"got {'both' if artifact is not None else 'neither'}"
             )
         if max_cache_len is not None:
-            raise OscarError(
-                f"max_cache_len={max_cache_len!r}: fixed-size caches for compiled decode are not in this version; leave it out "
-                "for a growing cache"
-            )
+            _check_max_cache_len(max_cache_len, offloading)
         dense_twin = overrides.pop("_returns_dense", False)
         unknown = sorted(set(overrides) - set(OVERRIDABLE))
         if unknown:
@@ -66,19 +70,23 @@ class OscarCache(Cache):
             compat.refuse_latent_attention(config)
         else:
             config = _recorded_config(artifact)
-        layers = compat.native_layers(config)
+        layers = compat.native_layers(config, max_cache_len)
         _check_layers(artifact, layers)
         _check_model(artifact, config)
-        layers = [
-            OscarLayer(self.oscar_config, artifact, index, dense_twin) if compat.is_plain_attention(layer) else layer
-            for index, layer in enumerate(layers)
-        ]
+
+        def packed(index: int) -> OscarLayer:
+            if max_cache_len is None:
+                return OscarLayer(self.oscar_config, artifact, index, dense_twin)
+            return StaticOscarLayer(self.oscar_config, artifact, index, max_cache_len, dense_twin)
+
+        layers = [packed(index) if compat.is_plain_attention(layer) else layer for index, layer in enumerate(layers)]
         if not any(isinstance(layer, OscarLayer) for layer in layers):
             warnings.warn(
                 f"oscar_hf: {getattr(config, 'model_type', 'this model')} has no full-attention layer, so nothing is quantized",
                 stacklevel=2,
             )
-        super().__init__(layers=layers)
+        # By name: a static cache has StaticCache next in line, which would build layers of its own.
+        Cache.__init__(self, layers=layers)
         # Layers that read another layer's keys and values do so after the next layers' updates.
         self._donors = _donor_layers(config, artifact, self.oscar_layers)
         # Not the base class's `offloading`: that moves a layer away before attention has read it through our handles.
@@ -137,8 +145,8 @@ class OscarCache(Cache):
     def _check_new_forward(self, value_states: Tensor) -> None:
         """At the start of a forward: refuse to go on after an interrupted one, warn if the prompt is being fed again."""
         first = self._first_layer
-        held = first.get_seq_length()
-        lengths = {layer.get_seq_length() for layer in self.oscar_layers} - {0}
+        held = first.held
+        lengths = {layer.held for layer in self.oscar_layers} - {0}
         if len(lengths) > 1:
             raise CacheStateError(
                 f"the layers hold {min(lengths)} to {max(lengths)} tokens: an earlier forward did not finish, or belonged to "
@@ -207,6 +215,37 @@ class OscarCache(Cache):
     def __repr__(self) -> str:
         kinds = len(self.oscar_layers)
         return f"OscarCache({self.artifact!r}, {kinds} packed of {len(self.layers)} layers, {self.get_seq_length()} tokens)"
+
+
+class StaticOscarCache(OscarCache, StaticCache):
+    """An OscarCache of fixed size, made by `OscarCache(..., max_cache_len=N)`.
+
+    Being a StaticCache tells transformers to keep masks and to compile the decode step. Steps beyond `max_cache_len` store
+    nothing; where the lengths are only known on the device, the error comes with the next call that looks at the cache.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """Add the tokens of a call to one layer; returns what stands for all its keys and values."""
+        if layer_idx < len(self.layers):
+            layer = self.layers[layer_idx]
+            is_step = key_states.shape[2] <= MAX_NEW_TOKENS and getattr(layer, "takes_steps", False)
+            if is_step or not isinstance(layer, StaticOscarLayer):
+                return layer.update(key_states, value_states, *args, **kwargs)
+        return self._update_prompt(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
+    def _update_prompt(self, *args, **kwargs):
+        return super().update(*args, **kwargs)
+
+
+def _check_max_cache_len(max_cache_len: int, offloading: bool) -> None:
+    if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
+        raise OscarError(f"max_cache_len must be a positive number of tokens, got {max_cache_len!r}")
+    if offloading:
+        raise OscarError(
+            "max_cache_len and offloading=True exclude each other: a compiled step needs its buffers where they are; use a "
+            "growing cache (leave max_cache_len out) to offload"
+        )
 
 
 def _donor_layers(config: PreTrainedConfig, artifact: Artifact, layers: list[OscarLayer]) -> list[OscarLayer]:

@@ -4,8 +4,8 @@ from typing import Any
 
 import transformers
 from packaging.version import Version
-from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from .errors import UnsupportedModelError
 
@@ -37,14 +37,16 @@ def refuse_latent_attention(config: PreTrainedConfig) -> None:
         )
 
 
-def native_layers(config: PreTrainedConfig) -> list[CacheLayerMixin]:
-    """transformers' own growing layers for a model, one per model layer."""
-    return list(DynamicCache(config=config).layers)
+def native_layers(config: PreTrainedConfig, max_cache_len: int | None = None) -> list[CacheLayerMixin]:
+    """transformers' own layers for a model, one per model layer: growing ones, or of a fixed length."""
+    if max_cache_len is None:
+        return list(DynamicCache(config=config).layers)
+    return list(StaticCache(config=config, max_cache_len=max_cache_len).layers)
 
 
 def is_plain_attention(layer: CacheLayerMixin) -> bool:
     """Whether a native layer is full attention and nothing else, so that an OscarLayer can stand in its place."""
-    return type(layer) is DynamicLayer
+    return type(layer) in (DynamicLayer, StaticLayer)
 
 
 def attention_geometry(config: PreTrainedConfig) -> dict[str, int]:

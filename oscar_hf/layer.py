@@ -27,12 +27,15 @@ from .config import OscarConfig
 from .errors import CacheStateError, UnsupportedModelError
 from .handle import OscarKV
 from .kernels.append import append_rows
-from .kernels.decode import DecodeStore
+from .kernels.decode import MAX_NEW_TOKENS, DecodeStore
 from .kernels.dequantize import dequantize_rows
+from .kernels.step import Side, leaving, place_problem, place_tokens_triton
 from .packed import PackedRows
 from .view import CallView
 
 DRAFT_MARGIN = 32
+# More tokens than this leave the window faster through the append kernel, which takes them side by side.
+_MAX_STEP_LEAVING = 2
 
 
 class OscarLayer(CacheLayerMixin):
@@ -62,7 +65,7 @@ class OscarLayer(CacheLayerMixin):
         self._pending_view: weakref.ref[CallView] | None = None
 
     def __repr__(self) -> str:
-        return f"OscarLayer(tokens={self.get_seq_length()}, history={self.history})"
+        return f"OscarLayer(tokens={self.held}, history={self.history})"
 
     def __getstate__(self):
         # Copies and pickles hold placed tokens only: a waiting prompt may carry an autograd graph.
@@ -140,7 +143,7 @@ class OscarLayer(CacheLayerMixin):
     # -------------------------------------------------------------------------------------------------- update
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Add the tokens of a call, [B, H, M, D]; returns two OscarKV handles over all tokens (dense tensors on request)."""
-        if not self.is_initialized or (self.get_seq_length() == 0 and not self._same_kind(key_states, value_states)):
+        if not self.is_initialized or (self.held == 0 and not self._same_kind(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
         self._check_fits(key_states, value_states)
         if self.starts is not None and len(self.starts) != self.batch_size:
@@ -151,16 +154,19 @@ class OscarLayer(CacheLayerMixin):
         self.commit()
         self.version += 1
         is_first, new = self.tokens == 0, key_states.shape[2]
-        view = CallView(self, key_states, value_states, is_first)
+        view = self._view(key_states, value_states, is_first)
         if is_first or new > DRAFT_MARGIN or not self.starts_known:
             self.pending, self._pending_view = (key_states, value_states), weakref.ref(view)
         else:
             self._place(key_states, value_states)
         if self.returns_dense:
             return view.dense("k"), view.dense("v")
-        total = self.get_seq_length()
+        total = self.held
         shape = (self.batch_size, self.kv_heads, total)
         return OscarKV(view, "k", (*shape, key_states.shape[3])), OscarKV(view, "v", (*shape, value_states.shape[3]))
+
+    def _view(self, key_states: Tensor, value_states: Tensor, is_first: bool) -> CallView:
+        return CallView(self, key_states, value_states, is_first)
 
     def commit(self) -> None:
         """Place the tokens of the latest call if they are still waiting; idempotent."""
@@ -179,6 +185,8 @@ class OscarLayer(CacheLayerMixin):
         failure leaves the layer as it was and a second try does the same again."""
         first, new = self.tokens, keys.shape[2]
         total = first + new
+        if new <= MAX_NEW_TOKENS and self._step(keys, values):
+            return
         exact = self.config.recent_tokens - 1 + min(new, DRAFT_MARGIN)
         history = max(self.history, total - self.sink - exact)
         begin, end = self.sink + self.history, self.sink + history
@@ -196,6 +204,36 @@ class OscarLayer(CacheLayerMixin):
             self.ring_keys[:, :, index] = keys[:, :, begin - first :].to(self.dtype)
             self.ring_values[:, :, index] = values[:, :, begin - first :].to(self.dtype)
         self.tokens, self.history = total, history
+
+    def sides(self) -> tuple[Side, Side]:
+        """Keys and values as the step kernel takes them; what is not transformed has no transform."""
+        config, constants = self.config, self.constants
+        key_transform = None if config.key_transform == "identity" else constants.key_transform
+        value_transform = None if config.value_transform == "identity" else constants.value_transform
+        return (
+            Side(
+                self.key_rows, self.sink_keys, self.ring_keys, config.key_rule, key_transform, constants.key_mean,
+                constants.key_metric,
+            ),
+            Side(self.value_rows, self.sink_values, self.ring_values, config.value_rule, value_transform),
+        )  # fmt: skip
+
+    def _step(self, keys: Tensor, values: Tensor) -> bool:
+        """Place a few tokens in one launch; False where no kernel can, or where many tokens leave the window."""
+        packed = leaving(self.tokens, self.history, self.sink, self.config.recent_tokens)
+        if packed - self.history > _MAX_STEP_LEAVING:
+            return False
+        sides = self.sides()
+        if place_problem(*sides):
+            return False
+        for rows in (self.key_rows, self.value_rows):
+            rows.reserve(packed)
+        start = None if self.starts is None else self.row_starts()
+        recent = self.config.recent_tokens
+        self.tokens, self.history = place_tokens_triton(
+            *sides, keys, values, (self.tokens, self.history), recent, start
+        )
+        return True
 
     def ring_index(self, begin: int, end: int) -> Tensor | slice:
         """Ring positions of slots begin..end-1."""
@@ -216,14 +254,9 @@ class OscarLayer(CacheLayerMixin):
 
     def _append_history(self, keys: Tensor, values: Tensor) -> None:
         """Pack rows as history tokens self.history.. ; the owner then raises the counter."""
-        config, constants, count = self.config, self.constants, keys.shape[2]
-        for rows in (self.key_rows, self.value_rows):
-            rows.reserve(self.history + count)
-        append_rows(
-            self.key_rows, self.history, keys, constants.key_transform, constants.key_mean, config.key_rule,
-            constants.key_metric,
-        )  # fmt: skip
-        append_rows(self.value_rows, self.history, values, constants.value_transform, None, config.value_rule, None)
+        for side, new in zip(self.sides(), (keys, values)):
+            side.rows.reserve(self.history + new.shape[2])
+            append_rows(side.rows, self.history, new, side.transform, side.mean, side.rule, side.metric)
         if self.starts is not None and self.history < max(self.starts):
             self._write_sink(self.sink + self.history, keys, values)
 
@@ -252,7 +285,7 @@ class OscarLayer(CacheLayerMixin):
         if mask is None:
             self.starts_known = True
             return
-        seen = visible(mask[..., : self.get_seq_length()]).flatten(1, 2).any(1)
+        seen = visible(mask[..., : self.held]).flatten(1, 2).any(1)
         self._learn_starts(torch.where(seen.any(-1), seen.int().argmax(-1), seen.shape[-1]))
 
     def _still_learns_from(self, view: CallView) -> bool:
@@ -288,7 +321,7 @@ class OscarLayer(CacheLayerMixin):
 
     def set_starts(self, starts: list[int]) -> None:
         """State where each row begins, before the first update."""
-        if self.get_seq_length():
+        if self.held:
             raise CacheStateError(
                 "the padding must be given before the first tokens: call cache.reset() or use a new cache"
             )
@@ -296,7 +329,7 @@ class OscarLayer(CacheLayerMixin):
 
     def _learn_starts(self, seen: Tensor) -> None:
         """seen: int [B | 1], the first real slot of each row as far as this call tells; its length where there is none yet."""
-        total = self.get_seq_length()
+        total = self.held
         seen = seen.expand(self.batch_size).tolist()
         # What an earlier call settled stays: only rows that were still inside their padding are decided now.
         known = self.starts or [0 if self._mask_seen else self.tokens] * self.batch_size
@@ -354,13 +387,18 @@ class OscarLayer(CacheLayerMixin):
                     dense[row, :, start : start + count] = sink[row, :, :count]
         return dense
 
+    @property
+    def held(self) -> int:
+        """Slots held, padding and waiting tokens included."""
+        return self.tokens + (self.pending[0].shape[2] if self.pending is not None else 0)
+
     def get_seq_length(self) -> int:
         """Slots held, padding included."""
-        return self.tokens + (self.pending[0].shape[2] if self.pending is not None else 0)
+        return self.held
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the mask for a call with `query_length` new tokens."""
-        return self.get_seq_length() + int(query_length), 0
+        return self.held + int(query_length), 0
 
     def get_max_length(self) -> int:
         """-1: a growing layer has no maximum."""

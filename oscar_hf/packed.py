@@ -55,6 +55,14 @@ class PackedRows:
         self.head_dim, self.group_size, self.symmetric = head_dim, group_size, symmetric
         self.codes, self.scale, self.min = self._allocate(batch, heads, capacity, device)
 
+    @classmethod
+    def of(cls, codes: Tensor, scale: Tensor, minimum: Tensor | None, head_dim: int) -> "PackedRows":
+        """A store over tensors that exist already."""
+        rows = cls.__new__(cls)
+        rows.head_dim, rows.group_size, rows.symmetric = head_dim, head_dim // scale.shape[3], minimum is None
+        rows.codes, rows.scale, rows.min = codes, scale, minimum
+        return rows
+
     def _allocate(self, batch, heads, capacity, device):
         # A row of words that holds two tokens is allocated whole.
         rows = -(-capacity // tokens_per_row(self.head_dim))

@@ -1,0 +1,256 @@
+"""The static cache: the same tokens as the growing one, one graph for everything, and nothing overwritten when it is full."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import EAGER_ONLY, prompt, tiny_model
+from transformers import CompileConfig, StaticCache
+
+from oscar_hf import OscarCache
+from oscar_hf.cache import StaticOscarCache
+from oscar_hf.errors import CacheStateError, OscarError
+
+SMALL = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
+
+
+def static(model, length=128, **options):
+    return OscarCache(model.config, max_cache_len=length, **SMALL, **options)
+
+
+def generate(model, ids, mask, cache, new=24, **options):
+    options = {"do_sample": False, "max_new_tokens": new, "disable_compile": True, **options}
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+
+
+class Counting:
+    """A backend that counts graphs; `compile_config` makes generate() compile on the CPU too."""
+
+    def __init__(self, backend):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        self.graphs = 0
+
+        # A function, because generate() copies its configuration: a copied object would count for itself.
+        def count(graph, examples):
+            self.graphs += 1
+            return torch._dynamo.lookup_backend(backend)(graph, examples)
+
+        self.config = CompileConfig(backend=count, mode=None, fullgraph=False)
+        self.config._compile_all_devices = True
+
+    @property
+    def options(self):
+        """Arguments of generate()."""
+        return dict(compile_config=self.config, disable_compile=False)
+
+    @property
+    def breaks(self):
+        """Reasons of graph breaks so far."""
+        return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+def test_max_cache_len_makes_a_static_cache():
+    model = tiny_model("llama")
+    cache = static(model)
+    assert isinstance(cache, StaticOscarCache) and isinstance(cache, StaticCache) and cache.is_compileable
+    assert cache.get_max_length() == 128 and cache.get_seq_length() == 0
+    assert not isinstance(OscarCache(model.config, **SMALL), StaticCache)
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5, True, "many"])
+def test_bad_lengths_are_refused(length):
+    with pytest.raises(OscarError, match="positive number of tokens"):
+        static(tiny_model("llama"), length)
+
+
+def test_offloading_is_refused():
+    with pytest.raises(OscarError, match="exclude each other"):
+        static(tiny_model("llama"), offloading=True)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "mistral_sliding", "gemma2", "gemma3", "gpt_oss", "phi3", "qwen3_next"]
+)
+def test_same_tokens_as_the_growing_cache(family, attn):
+    if family in EAGER_ONLY and attn == "sdpa":
+        pytest.skip("no sdpa attention in transformers")
+    model = tiny_model(family, attn)
+    for pads in ((), (0, 7)):
+        ids, mask = prompt(2, 50, pads)
+        expected = generate(model, ids, mask, OscarCache(model.config, **SMALL))
+        assert torch.equal(generate(model, ids, mask, static(model)), expected)
+
+
+@pytest.mark.parametrize("family, attn, backend", [
+    ("llama", "sdpa", "eager"), ("llama", "eager", "aot_eager"), ("qwen3", "sdpa", "aot_eager"), ("llama", "sdpa", "inductor"),
+])  # fmt: skip
+def test_one_graph_for_all_lengths_caches_and_paddings(family, attn, backend):
+    model = tiny_model(family, attn)
+    counting = Counting(backend)
+    ids, mask = prompt(2, 50)
+    expected = generate(model, ids, mask, OscarCache(model.config, **SMALL), 60)
+    cache = static(model)
+    # 60 steps cross the sink's, the window's and the ring's edges.
+    assert torch.equal(generate(model, ids, mask, cache, 60, **counting.options), expected)
+    assert counting.graphs == 1
+    cache.reset()
+    assert torch.equal(generate(model, ids, mask, cache, 60, **counting.options), expected)
+    padded = prompt(2, 60, (0, 7))
+    expected = generate(model, *padded, OscarCache(model.config, **SMALL))
+    assert torch.equal(generate(model, *padded, static(model), **counting.options), expected)
+    assert counting.graphs == 1 and not counting.breaks
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_next"])
+def test_hybrids_compile_as_often_as_with_transformers_own_cache(family):
+    model = tiny_model(family, "eager" if family in EAGER_ONLY else "sdpa")
+    ids, mask = prompt(2, 50)
+    theirs = Counting("eager")
+    generate(model, ids, mask, StaticCache(model.config, 128), **theirs.options)
+    ours = Counting("eager")
+    expected = generate(model, ids, mask, OscarCache(model.config, **SMALL))
+    assert torch.equal(generate(model, ids, mask, static(model), **ours.options), expected)
+    assert 0 < ours.graphs == theirs.graphs and not ours.breaks
+
+
+@pytest.mark.parametrize("options", [
+    dict(num_beams=3), dict(do_sample=True, num_return_sequences=3, top_k=5), dict(prompt_lookup_num_tokens=4),
+    dict(prefill_chunk_size=16), dict(prefill_chunk_size=24),
+])  # fmt: skip
+def test_decoding_modes(options):
+    model = tiny_model("llama")
+    batch = 1 if "prompt_lookup_num_tokens" in options else 2
+    ids, mask = prompt(batch, 48)
+    outputs = []
+    for cache in (OscarCache(model.config, **SMALL), static(model)):
+        torch.manual_seed(0)
+        outputs.append(generate(model, ids, mask, cache, **options))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(num_beams=3), dict(prefill_chunk_size=24), dict(num_beams=2, num_return_sequences=2)]
+)
+def test_compiled_decoding_modes(options):
+    model = tiny_model("llama")
+    counting = Counting("eager")
+    ids, mask = prompt(2, 48)
+    expected = generate(model, ids, mask, OscarCache(model.config, **SMALL), **options)
+    assert torch.equal(generate(model, ids, mask, static(model), **options, **counting.options), expected)
+
+
+def test_assisted_decoding():
+    model, draft = tiny_model("llama"), tiny_model("llama", seed=1, num_hidden_layers=1)
+    ids, mask = prompt(1, 40)
+    expected = generate(model, ids, mask, OscarCache(model.config, **SMALL))
+    assert torch.equal(generate(model, ids, mask, static(model), assistant_model=draft), expected)
+
+
+def test_turns_of_a_chat():
+    model = tiny_model("llama")
+    caches = [OscarCache(model.config, **SMALL), static(model, 256)]
+    texts = [prompt(2, 30)[0], prompt(2, 30)[0]]
+    for turn, more in enumerate((5, 20, 40, 3)):
+        for i, cache in enumerate(caches):
+            ids = torch.cat([texts[i], prompt(2, more, seed=turn)[0]], 1)
+            texts[i] = generate(model, ids, torch.ones_like(ids), cache, 10)
+        assert torch.equal(*texts)
+
+
+def test_crop_then_go_on():
+    model = tiny_model("llama")
+    ids = prompt(1, 60)[0]
+    caches = [OscarCache(model.config, **SMALL), static(model)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :45], past_key_values=cache)
+            for i in range(45, 55):
+                model(ids[:, i : i + 1], past_key_values=cache)
+        for remove in (0, 3, 12, 30):
+            logits = []
+            for cache in caches:
+                cache.crop(-remove)
+                logits.append([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(5)])
+            assert int(caches[0].get_seq_length()) == int(caches[1].get_seq_length())
+            torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
+        for cache in caches:
+            cache.crop(-1000)
+        assert caches[1].get_seq_length() == 0
+        logits = [model(ids[:, :20], past_key_values=cache).logits for cache in caches]
+        torch.testing.assert_close(*logits)
+
+
+def test_batch_operations_keep_the_buffers_in_place():
+    model = tiny_model("llama")
+    ids, mask = prompt(3, 50, (0, 7, 20))
+    caches = [OscarCache(model.config, **SMALL), static(model)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, attention_mask=mask, past_key_values=cache)
+        where = [t.data_ptr() for t in caches[1].layers[0]._packed()]
+        for cache in caches:
+            cache.reorder_cache(torch.tensor([2, 0, 0]))
+        assert where == [t.data_ptr() for t in caches[1].layers[0]._packed()]
+        mask = torch.cat([mask[[2, 0, 0]], torch.ones(3, 1, dtype=mask.dtype)], 1)
+        step = [model(ids[:, :1], attention_mask=mask, past_key_values=cache).logits for cache in caches]
+        torch.testing.assert_close(*step, atol=1e-4, rtol=1e-4)
+        for cache in caches:
+            cache.batch_select_indices(torch.tensor([0, 2]))
+            cache.batch_repeat_interleave(2)
+        mask = torch.cat([mask[[0, 0, 2, 2]], torch.ones(4, 1, dtype=mask.dtype)], 1)
+        step = [model(ids[:1, :1].expand(4, 1), attention_mask=mask, past_key_values=cache).logits for cache in caches]
+        torch.testing.assert_close(*step, atol=1e-4, rtol=1e-4)
+
+
+def test_copies_are_independent_and_share_constants():
+    model = tiny_model("llama")
+    ids = prompt(1, 50)[0]
+    cache = static(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        assert twin.layers[0].constants is cache.layers[0].constants
+        first = model(ids[:, :1], past_key_values=cache).logits
+        assert int(cache.get_seq_length()) == 51 and int(twin.get_seq_length()) == 50
+        assert torch.equal(model(ids[:, :1], past_key_values=twin).logits, first)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_overwritten():
+    model = tiny_model("llama")
+    ids = prompt(1, 60)[0]
+    with torch.no_grad():
+        with pytest.raises(CacheStateError, match="max_cache_len=40 tokens, holds 0 and was given 60"):
+            model(ids, past_key_values=static(model, 40))
+        cache = static(model, 61)
+        model(ids, past_key_values=cache)
+        expected = copy.deepcopy(cache)
+        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], past_key_values=expected)
+        with pytest.raises(CacheStateError, match="max_cache_len=61 tokens, holds 61"):
+            model(ids[:, :1], past_key_values=cache)
+        for new, old in zip(cache.layers[0]._packed(), expected.layers[0]._packed()):
+            assert torch.equal(new, old)
+
+
+def test_early_initialization():
+    model = tiny_model("llama")
+    cache = static(model)
+    cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+    ids, mask = prompt(2, 50)
+    assert torch.equal(generate(model, ids, mask, cache), generate(model, ids, mask, OscarCache(model.config, **SMALL)))
+
+
+def test_gradients_reach_the_tokens_of_the_call():
+    model = tiny_model("llama")
+    ids = prompt(1, 50)[0]
+    grads = []
+    for cache in (OscarCache(model.config, **SMALL), static(model)):
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        model.zero_grad()
+        model(ids[:, :2], past_key_values=cache).logits.square().sum().backward()
+        grads.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
+    assert grads[0].abs().max() > 0
+    torch.testing.assert_close(*grads, atol=1e-3, rtol=1e-3)

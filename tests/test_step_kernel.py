@@ -1,0 +1,150 @@
+"""The step kernel against its PyTorch reference: in Triton's interpreter, and on a GPU if there is one."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Must be set before the kernels are imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from helpers import random_covariance, random_orthogonal
+
+from oscar_hf.kernels import launch
+from oscar_hf.kernels.step import (
+    COUNTERS,
+    HISTORY,
+    LENGTH,
+    OVERFLOW,
+    Side,
+    leaving,
+    place_problem,
+    place_tokens_reference,
+    place_tokens_triton,
+)
+from oscar_hf.packed import PackedRows
+from oscar_hf.quantizer import ScaleRule
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and not launch.interpreting(), reason="needs Triton, with a GPU or interpreted"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SINK, RECENT, EXTRA = 4, 5, 8
+# Fills sink and window, overflows the window by drafts, then goes on token by token.
+STEPS = [1, 3, 8, 1, 1, 1, 5, 1, 1, 2, 8, 8, 1, 1, 1]
+
+
+def side(heads, dim, group, symmetric, rule, dtype, seed, batch=2, centred=True, capacity=64, ring=RECENT - 1 + EXTRA):
+    """Empty windows and store, random constants."""
+    made = Side(
+        PackedRows(batch, heads, dim, group, symmetric, DEVICE, capacity),
+        torch.zeros(batch, heads, SINK, dim, dtype=dtype),
+        torch.zeros(batch, heads, ring, dim, dtype=dtype),
+        ScaleRule.parse(rule),
+        random_orthogonal(heads, dim, dim, seed=seed).float(),
+        torch.randn(heads, dim) if centred else None,
+        random_covariance(heads, dim, dim, seed=seed + 1).float(),
+    )
+    for name in ("sink", "ring", "transform", "mean", "metric"):
+        tensor = getattr(made, name)
+        setattr(made, name, None if tensor is None else tensor.to(DEVICE).contiguous())
+    return made
+
+
+def stored(keys, values):
+    """Every tensor that a step writes."""
+    return [t for s in (keys, values) for t in (*s.rows.tensors, s.sink, s.ring)]
+
+
+def run(steps, pairs, dtype, on_device, start=None, limit=None, key_dim=64, value_dim=64, heads=2):
+    """Both implementations over the same random tokens; returns both lengths."""
+    start = None if start is None else torch.tensor(start, dtype=torch.int32, device=DEVICE)
+    lengths = [torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if on_device else (0, 0) for _ in range(2)]
+    places = (place_tokens_reference, place_tokens_triton)
+    for new in steps:
+        tokens = [torch.randn(2, heads, new, dim, device=DEVICE).to(dtype) for dim in (key_dim, value_dim)]
+        for i, place in enumerate(places):
+            lengths[i] = place(*pairs[i], *tokens, lengths[i], RECENT, start, limit)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    "dim, group, rule, on_device, start, dtype",
+    [
+        (64, 64, "weighted_search_both_ends", True, [0, 5], torch.bfloat16),
+        (128, 64, "percentile(0.9)", False, None, torch.float32),
+        (96, 32, "search", True, [3, 0], torch.float16),
+        (16, 16, "weighted_search", True, None, torch.float32),
+        (256, 128, "weighted_search_both_ends", False, [11, 0], torch.float16),
+    ],
+)
+def test_equals_the_reference(dim, group, rule, on_device, start, dtype):
+    torch.manual_seed(0)
+    keys = side(2, dim, group, False, rule, dtype, 1)
+    values = side(2, dim, group, True, "percentile(0.92)", dtype, 2, centred=False)
+    pairs = [(keys, values), copy.deepcopy((keys, values))]
+    lengths = run(STEPS, pairs, dtype, on_device, start, key_dim=dim, value_dim=dim)
+    total = sum(STEPS)
+    expected = (total, leaving(total - STEPS[-1], 0, SINK, RECENT))
+    for got in lengths:
+        assert tuple(got.tolist()[:2] if on_device else got) == expected
+    if on_device:
+        assert lengths[1].tolist()[2:] == [0, 0]
+    for reference, kernel in zip(stored(*pairs[0]), stored(*pairs[1])):
+        assert reference.count_nonzero() and torch.equal(reference, kernel)
+
+
+def test_keys_and_values_of_different_head_dims_without_transforms():
+    torch.manual_seed(0)
+    keys, values = (
+        side(2, dim, 16, symmetric, "percentile(none)", torch.float32, 3, centred=False)
+        for dim, symmetric in ((32, False), (48, True))
+    )
+    keys.transform = values.transform = None
+    pairs = [(keys, values), copy.deepcopy((keys, values))]
+    run(STEPS, pairs, torch.float32, True, key_dim=32, value_dim=48)
+    for reference, kernel in zip(stored(*pairs[0]), stored(*pairs[1])):
+        assert torch.equal(reference, kernel)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_step_that_does_not_fit_writes_nothing(on_device):
+    torch.manual_seed(0)
+    keys, values = (side(2, 64, 64, False, "percentile(0.9)", torch.float32, s, centred=False) for s in (1, 2))
+    pairs = [(keys, values), copy.deepcopy((keys, values))]
+    lengths = run([8, 4], pairs, torch.float32, on_device, limit=12)
+    before = [t.clone() for t in stored(*pairs[1])]
+    tokens = torch.randn(2, 2, 1, 64, device=DEVICE)
+    for i, place in enumerate((place_tokens_reference, place_tokens_triton)):
+        lengths[i] = place(*pairs[i], tokens, tokens, lengths[i], RECENT, None, 12)
+        if on_device:
+            assert lengths[i][LENGTH] == 12 and lengths[i][OVERFLOW] == 1 and lengths[i][HISTORY] == 0
+        else:
+            assert lengths[i] == (12, 0)
+    for old, new in zip(before, stored(*pairs[1])):
+        assert torch.equal(old, new)
+
+
+def test_the_new_token_may_take_the_slot_of_one_that_leaves():
+    """The ring is as full as it can be: what leaves is read before the new token is written over it."""
+    torch.manual_seed(0)
+    ring = RECENT - 1 + 1
+    keys, values = (side(2, 64, 64, False, "search", torch.float32, s, centred=False, ring=ring) for s in (1, 2))
+    pairs = [(keys, values), copy.deepcopy((keys, values))]
+    run([1] * 20, pairs, torch.float32, True)
+    for reference, kernel in zip(stored(*pairs[0]), stored(*pairs[1])):
+        assert torch.equal(reference, kernel)
+
+
+def test_refusals():
+    keys, values = (side(2, 64, 64, False, "weighted_search", torch.float32, s) for s in (1, 2))
+    tokens = torch.randn(2, 2, 1, 64, device=DEVICE)
+    keys.metric = None
+    with pytest.raises(ValueError, match="error metric"):
+        place_tokens_triton(keys, values, tokens, tokens, (0, 0), RECENT)
+    assert "for keys only" in place_problem(keys, values) or DEVICE == "cpu"
+    full = side(2, 64, 64, False, "search", torch.float32, 1, capacity=2)
+    with pytest.raises(ValueError, match="reserve first"):
+        place_tokens_triton(full, full, tokens, tokens, (40, 2), RECENT)
