@@ -235,7 +235,7 @@ def test_arguments_are_checked():
     with pytest.raises(ArtifactError, match="recent_tokens"):
         OscarCache(config, recipe="hadamard", recent_tokens=0)
     with pytest.raises(OscarError, match="max_cache_len"):
-        OscarCache(config, recipe="hadamard", max_cache_len=64)
+        OscarCache(config, recipe="hadamard", max_cache_len=0)
     with pytest.raises(UnsupportedModelError, match=r"model\.config"):
         OscarCache({"num_hidden_layers": 2}, recipe="hadamard")
     with pytest.raises(ArtifactError, match="group_size"):
