@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .kernels.decode import MAX_NEW_TOKENS, DecodeStore, decode_attention, decode_problem
 from .kernels.dequantize import dequantize_rows
 from .kernels.launch import can_launch, warn_once
+from .prefill import prefill_attention, prefill_problem
 
 if TYPE_CHECKING:
     from .layer import OscarLayer
@@ -27,8 +28,13 @@ if TYPE_CHECKING:
 # Elements of the score block, and of the dequantized block, that may be alive at a time.
 _BLOCK_ELEMENTS = 1 << 24
 
+# New tokens from which flash attention on dequantized blocks beats the plain path, by device: on CPUs a block must pay
+# for itself, and on GPUs the decode kernel takes few tokens.
+_MIN_PREFILL = {"cpu": 64, "cuda": 2}
+
 # What is known of masks that are still alive; it keeps none of them alive.
 _causal_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_leading_hidden: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def visible(mask: Tensor) -> Tensor:
@@ -78,7 +84,7 @@ def segments(layer: "OscarLayer", dtype: torch.dtype, block: int, kinds: str = "
         slots = starts + torch.arange(sink, device=layer.device)
         # Of a row that begins late, part of the sink is still in the ring.
         valid = slots < packed_end
-        yield Segment(layer.sink_keys, layer.sink_values, slots.clamp(max=max(layer.get_seq_length() - 1, 0)), valid)
+        yield Segment(layer.sink_keys, layer.sink_values, slots.clamp(max=max(layer.held - 1, 0)), valid)
     for begin in range(0, history, block):
         end = min(begin + block, history)
         keys, values = (
@@ -93,17 +99,18 @@ def segments(layer: "OscarLayer", dtype: torch.dtype, block: int, kinds: str = "
         index = layer.ring_index(sink + history, tokens)
         yield Segment(layer.ring_keys[:, :, index], layer.ring_values[:, :, index], slice(sink + history, tokens))
     if layer.pending is not None:
-        yield Segment(*layer.pending, slice(tokens, layer.get_seq_length()))
+        yield Segment(*layer.pending, slice(tokens, layer.held))
 
 
 def attend(
     layer: "OscarLayer", query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, new_tokens: int
 ) -> Tensor:
-    """`packed_attention` through the fused decode kernel where it can run, else in plain PyTorch.
+    """`packed_attention` through the fused decode kernel or block by block through flash attention where these can run,
+    else in plain PyTorch.
 
     new_tokens: tokens that the call added; a query of one token per head may come packed as [B, Hkv, g, D].
     """
-    # A prompt on top of a history goes block by block through PyTorch: the kernel reads few, placed tokens only.
+    # A prompt on top of a history goes block by block: the kernel reads few, placed tokens only.
     if layer.pending is None and new_tokens <= MAX_NEW_TOKENS and query.device.type == "cuda":
         batch, heads, rows, dim = query.shape
         packed_group = new_tokens == 1 and rows > 1
@@ -116,7 +123,54 @@ def attend(
             return output.reshape(batch, heads, rows, -1) if packed_group else output
         warn_once(problem)
         query = query.reshape(batch, heads, rows, dim)
+    if _takes_prefill(layer, query, mask, is_causal, new_tokens):
+        return _prefill(layer, query, scale)
     return packed_attention(layer, query, mask, is_causal, scale)
+
+
+def _takes_prefill(layer: "OscarLayer", query: Tensor, mask: Tensor | None, is_causal: bool, new_tokens: int) -> bool:
+    """Whether a call is many new tokens that see every slot but padding and what comes after them, so `_prefill` can do it."""
+    least = _MIN_PREFILL.get(query.device.type)
+    if least is None or new_tokens < least or query.shape[2] != new_tokens or prefill_problem(layer, query):
+        return False
+    if mask is None:
+        return is_causal
+    hidden = _leading_slots_hidden(mask, new_tokens, layer.held)
+    starts = layer.starts or [0] * layer.batch_size
+    return hidden is not None and (hidden * layer.batch_size if len(hidden) == 1 else hidden) == starts
+
+
+@keeps_dtypes
+def _prefill(layer: "OscarLayer", query: Tensor, scale: float | None) -> Tensor:
+    return prefill_attention(layer, query, scale)
+
+
+def _leading_slots_hidden(mask: Tensor, new_tokens: int, total: int) -> list[int] | None:
+    """How many leading slots each row of an SDPA mask hides, if that and what follows a token are all it does; else None.
+
+    Asks the device once per mask, which all layers of a model share.
+    """
+    if mask.shape[1] != 1 or mask.shape[2] != new_tokens or mask.shape[3] < total:
+        return None
+    known = _leading_hidden.get(mask)
+    if known is None or known[0] != total:
+        known = (total, _find_leading(mask[:, 0, :, :total], new_tokens))
+        _leading_hidden[mask] = known
+    return known[1]
+
+
+def _find_leading(mask: Tensor, new_tokens: int) -> list[int] | None:
+    """The same for a mask [B, M, T]."""
+    seen = visible(mask)
+    # A finite bias is neither hidden nor plain.
+    biased = torch.zeros((), dtype=torch.bool, device=mask.device) if mask is seen else (seen & (mask != 0)).any()
+    first = seen.any(1).int().argmax(-1)
+    past = mask.shape[2] - new_tokens
+    # No query sees a slot before `first` or after its own; if they see as many as that leaves, they see all of them.
+    expected = new_tokens * (past - first) + new_tokens * (new_tokens + 1) // 2
+    wrong = biased | seen[..., past:].triu(1).any() | (first > past).any() | (seen.sum((1, 2)) != expected).any()
+    *first, wrong = torch.cat([first, wrong[None].long()]).tolist()
+    return None if wrong else first
 
 
 def _fused_problem(query: Tensor, store: DecodeStore, mask: Tensor | None, is_causal: bool, new_tokens: int) -> str:
@@ -215,7 +269,7 @@ def packed_attention(
     """
     folded = _Query(layer, query)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    total, new = layer.get_seq_length(), query.shape[2]
+    total, new = layer.held, query.shape[2]
     best = denominator = exact_sum = rotated_sum = None
     for segment in segments(layer, folded.dtype, _block_size(query, layer)):
         scores = folded.split(folded.scores(segment) * scale)
