@@ -212,6 +212,7 @@ def test_decode_rows_hold_time_and_error(job, synthetic, chunk, capsys):
         assert ("prefill_s" in row) != synthetic and row["resident_gib"] is None
     assert static["logit_error"] < 1e-5 < oscar["logit_error"] < 0.5 and "logit_error" not in dynamic
     assert static["agreement"] == 1 and oscar["kl"] > 0
+    assert oscar["kernel_error"] < 1e-5 and fixed["kernel_error"] < 1e-5 and "kernel_error" not in static
     assert fixed["logit_error"] == pytest.approx(oscar["logit_error"], rel=1e-2)
     assert "| oscar | 2 | 360 |" in capsys.readouterr().out
 
@@ -417,4 +418,5 @@ def test_generation_bench_runs(synthetic):
     rows = bench_generation(job, ["dynamic", "static", "oscar", "oscar-static"], [2048])["rows"]
     assert not any(row.get("problem") for row in rows)
     assert all(row["kernels_per_layer"] > 0 and row["resident_gib"] > 0 for row in rows)
+    assert rows[2]["kernel_error"] < 5e-3 and rows[3]["kernel_error"] < 5e-3
     assert rows[2]["resident_gib"] < rows[0]["resident_gib"]

@@ -1,6 +1,7 @@
 """The caches that a bench compares, by name, and how they are filled without running a model."""
 
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
@@ -82,3 +83,24 @@ def _update(cache, model, tokens: int, batch: int) -> None:
         )
         layer.update(*(x.expand(batch, -1, -1, -1) for x in states))
         settle(layer)
+
+
+@torch.no_grad()
+def attention_error(cache: OscarCache, query_heads: int) -> float:
+    """Error ||x - ref|| / ||ref|| of attention over what the first packed layer holds, one more token included, against
+    float32 attention on the same tokens dequantized; of the first row. It uses the layer up: only that row is left."""
+    layer = cache.oscar_layers[0]
+    shape, generator = (layer.batch_size, layer.kv_heads, 1), torch.Generator(layer.device).manual_seed(0)
+
+    def normal(heads: int, dim: int):
+        return torch.randn(shape[0], heads, 1, dim, device=layer.device, dtype=layer.dtype, generator=generator)
+
+    key_dim, value_dim = layer.sink_keys.shape[3], layer.sink_values.shape[3]
+    keys, values = layer.update(normal(shape[1], key_dim), normal(shape[1], value_dim))
+    query = normal(query_heads, key_dim)
+    output = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)[0].float()
+    layer.batch_select_indices(torch.zeros(1, dtype=torch.int64))
+    group = query_heads // shape[1]
+    dense = (layer.dense(kind).float().repeat_interleave(group, 1) for kind in "kv")
+    expected = F.scaled_dot_product_attention(query[:1].float(), *dense)[0]
+    return ((output - expected).norm() / expected.norm()).item()

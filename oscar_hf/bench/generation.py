@@ -10,8 +10,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from .. import compat
 from ..artifact import Artifact
+from ..cache import OscarCache
 from .batch import largest
-from .caches import STATIC, filled, new_cache, settle
+from .caches import STATIC, attention_error, filled, new_cache, settle
 from .device import OUT_OF_MEMORY, Device, attempt, gib_since
 from .models import prompt_row, prompts
 from .report import Column, table
@@ -34,6 +35,7 @@ COLUMNS: list[Column] = [
     ("tokens per s", "tokens_per_s", ".0f"),
     ("kernels per layer", "kernels_per_layer", ".0f"),
     ("launches per layer", "launches_per_layer", ".1f"),
+    ("kernel error", "kernel_error", ".1e"),
     ("logit error", "logit_error", ".1e"),
 ]
 
@@ -41,7 +43,8 @@ COLUMNS: list[Column] = [
 @dataclass(frozen=True)
 class Job:
     """What is measured. compile: let generate() compile static caches. synthetic: fill the cache with random keys and values
-    in place of a prefill. prefill_chunk: tokens of a prompt per forward, None for all at once. count: count launches, too."""
+    in place of a prefill. prefill_chunk: tokens of a prompt per forward, None for all at once. count: count launches and check the
+    attention kernel, too."""
 
     model: torch.nn.Module
     artifact: Artifact
@@ -70,14 +73,16 @@ def prefill(job: Job, cache, ids: Tensor) -> Tensor:
 def measure(job: Job, kind: str, context: int, reference: Tensor | None = None) -> tuple[dict, Tensor]:
     """One row of the table, and the first prompt's logits [WARM_UP, V] of the warm-up's tokens, float32 on the CPU.
 
+    Its kernel_error is that of attention on packed data; its logit_error is all that separates it from `reference`, logits of
+    DynamicCache: quantization, too, which a model with random weights blows up.
     The cache holds context - 1 tokens when generate() begins with the last one. Resident and peak count what this run adds
-    to the model's own bytes. reference: logits to compare with.
+    to the model's own bytes.
     """
     device, model = job.device, job.model
     device.clear()
     ids = prompts(prompt_row(model, context + WARM_UP, job.tokenizer), job.batch)
     given, ids = Given(ids[:, context:]), ids[:, :context]
-    room = context + WARM_UP + job.new_tokens + COUNTED
+    room = context + WARM_UP + job.new_tokens + COUNTED + 1
     row = {"cache": kind, "batch": job.batch, "context": context}
     before = device.allocated()
     device.reset_peak()
@@ -104,6 +109,10 @@ def measure(job: Job, kind: str, context: int, reference: Tensor | None = None) 
         row |= counts or {"launches_problem": problem}
     if reference is not None:
         row |= compare(logits, reference)
+    if job.count and isinstance(cache, OscarCache) and cache.oscar_layers:
+        heads = compat.text_config(model.config).num_attention_heads
+        row["kernel_error"], problem = attempt(device, attention_error, cache, heads)
+        row |= {"kernel_problem": problem} if problem else {}
     return row, logits
 
 
@@ -155,7 +164,7 @@ class ProfiledStep(StoppingCriteria):
     def __init__(self):
         from torch.profiler import ProfilerActivity, profile
 
-        self.calls, self.profile = 0, profile(activities=[ProfilerActivity.CUDA])
+        self.calls, self.profile = 0, profile(activities=[ProfilerActivity.CUDA], acc_events=True)
 
     def __call__(self, input_ids, scores, **kwargs):
         self.calls += 1
