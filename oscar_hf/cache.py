@@ -65,6 +65,8 @@ class OscarCache(Cache):
             artifact = Artifact.load(artifact)
         self.artifact = artifact
         self.oscar_config: OscarConfig = artifact.config.override(**overrides)
+        self._has_cross_attention = config is not None and compat.has_cross_attention(config)
+        self._last_updated = None
         if config is not None:
             config = compat.text_config(config)
             compat.refuse_latent_attention(config)
@@ -128,6 +130,8 @@ class OscarCache(Cache):
                 f"({self.artifact.source}): use the artifact of this model, or pass config=model.config"
             )
         layer = self.layers[layer_idx]
+        if self._has_cross_attention:
+            self._refuse_cross_attention(layer)
         previous = self._open_layer
         if previous is not None and previous is not layer and previous not in self._donors:
             # Attention of that layer is over: pack what it kept exact, so that one layer at most holds a whole prompt.
@@ -141,6 +145,16 @@ class OscarCache(Cache):
             if self._offloads:
                 layer.prefetch()
         return layer.update(key_states, value_states, *args, **kwargs)
+
+    def _refuse_cross_attention(self, layer) -> None:
+        """Raise CacheStateError if an encoder-decoder model was given a bare cache: it then writes to each layer twice in a
+        row, self-attention and cross-attention. (With one layer that is what two forwards do, so there it goes unnoticed.)"""
+        again, self._last_updated = layer is self._last_updated and len(self.layers) > 1, layer
+        if again and layer.get_seq_length():
+            raise CacheStateError(
+                "this encoder-decoder model was given a bare OscarCache, which would mix its cross-attention into its "
+                "self-attention; pass EncoderDecoderCache(OscarCache(model.config, ...), DynamicCache()) instead"
+            )
 
     def _check_new_forward(self, value_states: Tensor) -> None:
         """At the start of a forward: refuse to go on after an interrupted one, warn if the prompt is being fed again."""
@@ -230,6 +244,8 @@ class StaticOscarCache(OscarCache, StaticCache):
             layer = self.layers[layer_idx]
             is_step = key_states.shape[2] <= MAX_NEW_TOKENS and getattr(layer, "takes_steps", False)
             if is_step or not isinstance(layer, StaticOscarLayer):
+                if self._has_cross_attention and not torch.compiler.is_compiling():
+                    self._refuse_cross_attention(layer)
                 return layer.update(key_states, value_states, *args, **kwargs)
         return self._update_prompt(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -25,7 +25,17 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
         raise UnsupportedModelError(
             f"config must be the config of a transformers model (model.config), got {type(config).__name__}"
         )
-    return config.get_text_config(decoder=True)
+    decoder = config.get_text_config(decoder=True)
+    count = getattr(decoder, "num_decoder_layers", None)
+    if count is not None and decoder is not config:
+        # T5: transformers leaves the encoder's number of layers in its copy of the config.
+        decoder.num_hidden_layers = count
+    return decoder
+
+
+def has_cross_attention(config: PreTrainedConfig) -> bool:
+    """Whether a model feeds its decoder from an encoder, so that its layers cache cross-attention beside self-attention."""
+    return any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention"))
 
 
 def refuse_latent_attention(config: PreTrainedConfig) -> None:
@@ -49,16 +59,21 @@ def is_plain_attention(layer: CacheLayerMixin) -> bool:
     return type(layer) in (DynamicLayer, StaticLayer)
 
 
+def shared_field(config: PreTrainedConfig, name: str) -> Any:
+    """A field of a config; None if there is none, or if layers differ in it (Gemma 4), where transformers raises."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
+
+
 def attention_geometry(config: PreTrainedConfig) -> dict[str, int]:
     """num_key_value_heads and head_dim as far as a config states one value for all layers."""
-    if hasattr(config, "global_head_dim"):
-        # Gemma 4: full-attention layers have fields of their own.
-        return {}
-    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    dim = getattr(config, "head_dim", None)
-    if dim is None and isinstance(heads, int) and isinstance(getattr(config, "hidden_size", None), int):
-        dim = config.hidden_size // heads
-    values = {"num_key_value_heads": kv_heads, "head_dim": dim}
+    heads, hidden = shared_field(config, "num_attention_heads"), shared_field(config, "hidden_size")
+    dim = shared_field(config, "head_dim")
+    if dim is None and not getattr(config, "is_heterogeneous", False) and isinstance(heads, int):
+        dim = hidden // heads if isinstance(hidden, int) else None
+    values = {"num_key_value_heads": shared_field(config, "num_key_value_heads"), "head_dim": dim}
     return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
