@@ -67,11 +67,15 @@ def _wrap(original: Callable, flash: bool) -> Callable:
 
     @functools.wraps(original)
     def attention(module, query, key, value, attention_mask=None, *args, **kwargs):
-        if isinstance(key, OscarKV) and isinstance(value, OscarKV):
-            output = _packed(module, query, key, value, attention_mask, kwargs, flash) if not args else None
-            if output is not None:
-                return output.transpose(1, 2).contiguous(), None
-        return original(module, query, key, value, attention_mask, *args, **kwargs)
+        ours = isinstance(key, OscarKV) and isinstance(value, OscarKV)
+        output = _packed(module, query, key, value, attention_mask, kwargs, flash) if ours and not args else None
+        if output is not None:
+            return output.transpose(1, 2).contiguous(), None
+        result = original(module, query, key, value, attention_mask, *args, **kwargs)
+        if ours and flash and key.view_of_layer.layer.is_compileable:
+            # A prompt that flash attention has read is packed now: the next call may be a compiled one, which cannot.
+            key.view_of_layer.layer.commit()
+        return result
 
     return attention
 

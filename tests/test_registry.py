@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from tiny_models import prompt, tiny_config, tiny_model
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, CompileConfig, DynamicCache
 
 from oscar_hf import OscarCache, OscarError, handle, registry
 from oscar_hf.compat import CACHE_ARGUMENT
@@ -30,6 +30,9 @@ class FakeFlash:
         # Its first operation on keys and values, after which flash attention must have real tensors.
         key, value = key.transpose(1, 2).transpose(1, 2), value.transpose(1, 2).transpose(1, 2)
         assert type(key) is torch.Tensor and type(value) is torch.Tensor
+        if attention_mask is not None:
+            # Of a fixed-size cache only what the mask covers is there.
+            key, value = key[:, :, : attention_mask.shape[1]], value[:, :, : attention_mask.shape[1]]
         new, total = query.shape[2], key.shape[2]
         slots = torch.arange(total)
         own = torch.arange(total - new, total)[:, None]
@@ -71,10 +74,10 @@ def model_with(attn, family="llama"):
     return model
 
 
-def generate(model, ids, mask, cache, new=12):
+def generate(model, ids, mask, cache, new=12, **options):
     return model.generate(
         ids, attention_mask=mask, max_new_tokens=new, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, **{CACHE_ARGUMENT: cache},
+        return_dict_in_generate=True, **{CACHE_ARGUMENT: cache}, **options,
     )  # fmt: skip
 
 
@@ -135,6 +138,28 @@ def test_turns_and_drafts_equal_the_unwrapped_ones(flash, pads, attn):
     got = logits(oscar(model))
     real = torch.ones(2, 150, dtype=torch.bool) if mask is None else mask.bool()
     torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("pads", [(), (0, 13)], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("attn, graphs", [("sdpa", 1), (FLASH, 2)])
+def test_compiled_decode_of_a_static_cache(flash, attn, graphs, pads):
+    model = model_with(attn)
+    ids, mask = prompt(2, 40, pads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = generate(model, ids, mask, oscar(model, mask))
+    register_attention()
+    flash.calls, captured = 0, []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = CompileConfig(backend=lambda graph, examples: captured.append(graph) or graph, mode=None, fullgraph=False)
+    config._compile_all_devices = True
+    cache = OscarCache(model.config, recipe="hadamard", max_cache_len=64, **WINDOWS)
+    got = generate(model, ids, mask, cache, compile_config=config)
+    assert torch.equal(got.sequences, expected.sequences)
+    # Flash attention's masks grow, so its second step is compiled once more, for all lengths.
+    assert len(captured) == graphs and not torch._dynamo.utils.counters["graph_break"]
+    assert flash.calls == (model.config.num_hidden_layers if attn == FLASH else 0)
 
 
 @pytest.mark.parametrize("family", ["mistral_sliding", "gemma3", "gemma3n"])
