@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, StaticCache
 
-from . import compat
+from . import compat, native
 from .artifact import Artifact
 from .config import OVERRIDABLE, OscarConfig
 from .errors import ArtifactError, CacheStateError, OscarError
@@ -87,6 +87,10 @@ class OscarCache(Cache):
                 f"oscar_hf: {getattr(config, 'model_type', 'this model')} has no full-attention layer, so nothing is quantized",
                 stacklevel=2,
             )
+        self._blank = {}
+        if max_cache_len is None:
+            ours = [isinstance(layer, OscarLayer) for layer in layers]
+            self._blank = {i: native.blank_copy(layer) for i, layer in enumerate(layers) if not ours[i]}
         # By name: a static cache has StaticCache next in line, which would build layers of its own.
         Cache.__init__(self, layers=layers)
         # Layers that read another layer's keys and values do so after the next layers' updates.
@@ -199,6 +203,52 @@ class OscarCache(Cache):
         starts = torch.where(real.any(-1), real.int().argmax(-1), 0).tolist()
         for layer in self.oscar_layers:
             layer.set_starts(list(starts))
+
+    def __iter__(self):
+        """(keys, values, sliding window) of each layer as DynamicCache gives them: dense, the history dequantized."""
+        for layer in self.layers:
+            if isinstance(layer, OscarLayer):
+                yield (*(layer.dense(kind) if layer.is_initialized else None for kind in "kv"), None)
+            else:
+                yield tuple(getattr(layer, name, None) for name in ("keys", "values", "_sliding_window_tensor"))
+
+    def reset(self) -> None:
+        """Forget all tokens of all layers."""
+        for index, layer in enumerate(self.layers):
+            if index in self._blank:
+                native.forget(layer, self._blank[index])
+            else:
+                layer.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove tokens. Raises CacheStateError, with no layer changed, where one cannot."""
+        others = [layer for layer in self.layers if not isinstance(layer, OscarLayer) and tensors_of(layer)]
+        if tokens_to_remove:
+            for layer in others:
+                native.check_croppable(self.layers.index(layer), layer)
+        for layer in self.oscar_layers:
+            layer.crop(tokens_to_remove)
+        for layer in others:
+            # Crop 0 lets a layer drop what it recorded for a rollback; those that record nothing know no crop.
+            if tokens_to_remove or getattr(layer, "record_past", False):
+                layer.crop(tokens_to_remove)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` of the batch (integers, or a bool mask)."""
+        indices = torch.as_tensor(indices)
+        for layer in self.layers:
+            if isinstance(layer, OscarLayer):
+                layer.batch_select_indices(indices)
+            else:
+                native.select_rows(layer, indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch `repeats` times."""
+        for layer in self.layers:
+            if isinstance(layer, OscarLayer):
+                layer.batch_repeat_interleave(repeats)
+            else:
+                native.repeat_rows(layer, repeats)
 
     def commit(self) -> None:
         """Pack what the latest call left exact; every reader does so by itself."""

@@ -418,7 +418,8 @@ class OscarLayer(CacheLayerMixin):
         self.value_rows.map(function)
 
     def _select(self, function, rows) -> None:
-        if not self.is_initialized:
+        # An empty layer has no rows to gather, whatever batch its buffers were made for.
+        if not self.held:
             return
         self.commit()
         self._map(function)

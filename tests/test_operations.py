@@ -1,0 +1,226 @@
+"""Operations that random sequences on one layer cannot show: what a copy costs, whole hybrid caches, drafts on a static cache."""
+
+import copy
+
+import pytest
+import torch
+from test_cache import new_cache, one_layer, states
+from tiny_models import prompt, tiny_model
+from transformers import DynamicCache
+
+from oscar_hf import CacheStateError, OscarCache
+from oscar_hf.compat import CACHE_ARGUMENT
+from oscar_hf.memory import tensors_of
+
+SMALL = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
+HYBRIDS = ["gemma3", "qwen3_next"]
+
+
+@torch.no_grad()
+def forward(model, cache, ids, mask=None):
+    positions = {}
+    if mask is not None:
+        positions = dict(position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :])
+    return model(input_ids=ids, attention_mask=mask, **{CACHE_ARGUMENT: cache}, **positions).logits
+
+
+def pair(model, ids, static=False):
+    """Two caches of one kind that were fed the same tokens."""
+    options = dict(SMALL, max_cache_len=128) if static else SMALL
+    caches = [OscarCache(model.config, **options) for _ in range(2)]
+    for cache in caches:
+        forward(model, cache, ids)
+        cache.commit()
+    return caches
+
+
+def test_fifty_random_reorders_are_bit_identical_gathers():
+    layer = one_layer()
+    layer.update(*states(120, batch=4))
+    layer.update(*states(1, batch=4, seed=1))
+    original, rows = copy.deepcopy(layer), torch.arange(4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        index = torch.randint(0, 4, (4,), generator=generator)
+        if len(set(index.tolist())) < 3:
+            index = torch.randperm(4, generator=generator)
+        layer.reorder_cache(index)
+        rows = rows[index]
+        for got, expected in zip(stored(layer), stored(original)):
+            assert torch.equal(got, expected[rows])
+
+
+def stored(layer):
+    return [
+        *layer.key_rows.tensors, *layer.value_rows.tensors, layer.sink_keys, layer.sink_values, layer.ring_keys, layer.ring_values,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_copy_costs_what_is_stored(static):
+    """Every tensor of a copy is either stored data of its own or shared with the original."""
+    model = tiny_model("llama")
+    cache = pair(model, prompt(1, 60)[0], static)[0]
+    twin = copy.deepcopy(cache)
+    for layer, copied in zip(cache.layers, twin.layers):
+        assert copied.constants is layer.constants and copied.artifact is layer.artifact
+        own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in all_tensors(copied)}
+        for tensor in all_tensors(layer):
+            own.pop(tensor.untyped_storage().data_ptr(), None)
+        counters = sum(
+            t.nbytes for t in (getattr(copied, n, None) for n in ("counters", "start_slots")) if t is not None
+        )
+        assert sum(own.values()) == sum(t.untyped_storage().nbytes() for t in stored(copied)) + counters
+
+
+def all_tensors(layer):
+    """Tensors reachable from a layer, its constants included."""
+    found, waiting = [], [vars(layer), vars(layer.constants)]
+    while waiting:
+        for value in waiting.pop().values():
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, (tuple, list)):
+                waiting.append(dict(enumerate(value)))
+            elif hasattr(value, "tensors") and not callable(value.tensors):
+                waiting.append(dict(enumerate(value.tensors)))
+    return found
+
+
+def test_iteration_gives_what_dynamic_cache_gives():
+    model = tiny_model("gemma3")
+    ids = prompt(2, 20)[0]
+    ours, theirs = OscarCache(model.config, recipe="hadamard"), DynamicCache(config=model.config)
+    assert [keys for keys, _, _ in ours] == [None] * 3
+    for cache in (ours, theirs):
+        forward(model, cache, ids)
+    for got, expected in zip(ours, theirs):
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+        assert (got[2] is None) == (expected[2] is None)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_drafts_that_cross_the_window_leave_the_codes_of_a_run_without(static):
+    plain, drafts = (one_layer(max_cache_len=160) if static else one_layer() for _ in range(2))
+    (keys, values), wrong = states(120), states(120, seed=1)
+    for layer in (plain, drafts):
+        layer.update(keys[:, :, :40], values[:, :, :40])
+    for at in range(40, 120):
+        plain.update(keys[:, :, at : at + 1], values[:, :, at : at + 1])
+    at = 40
+    for burst, accepted in [(5, 2), (10, 1), (12, 7), (16, 3), (25, 9), (32, 30), (3, 3), (8, 1), (9, 9), (20, 15)]:
+        right, rest = slice(at, at + accepted), burst - accepted
+        drafts.update(*(torch.cat([x[:, :, right], w[:, :, :rest]], 2) for x, w in zip((keys, values), wrong)))
+        drafts.crop(accepted - burst)
+        at += accepted
+    assert at == plain.tokens == drafts.tokens == 120
+    first, second = plain, drafts
+    both = min(first.history, second.history)
+    assert both >= 120 - 4 - 8 - 20
+    for rows in ("key_rows", "value_rows"):
+        for got, expected in zip(getattr(second, rows).read(0, both), getattr(first, rows).read(0, both)):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_reset_of_a_hybrid_then_another_prompt(family, static):
+    model = tiny_model(family)
+    used, fresh = pair(model, prompt(2, 60)[0], static)
+    other = prompt(2, 33, seed=1)[0]
+    used.reset()
+    assert used.get_seq_length() == 0
+    fresh = OscarCache(model.config, **(dict(SMALL, max_cache_len=128) if static else SMALL))
+    for ids in (other, other[:, :1], other[:, :1]):
+        assert torch.equal(forward(model, used, ids), forward(model, fresh, ids))
+    if not static:
+        # A batch of another size is a new sequence like any other.
+        used.reset()
+        fresh = OscarCache(model.config, **SMALL)
+        assert torch.equal(forward(model, used, other[:1]), forward(model, fresh, other[:1]))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_gathers_of_a_hybrid(family, static):
+    """Rows that are reordered, selected and repeated go on like the same rows fed on their own."""
+    model = tiny_model(family)
+    ids, more = prompt(3, 60)[0], prompt(3, 4, seed=1)[0]
+    cache, _ = pair(model, ids, static)
+    expected = forward(model, copy.deepcopy(cache), more[:, :1])
+    for operation, rows in (
+        (lambda c: c.reorder_cache(torch.tensor([2, 0, 2])), [2, 0, 2]),
+        (lambda c: c.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+        (lambda c: c.batch_select_indices(torch.tensor([-1])), [2]),
+        (lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+        (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    ):
+        changed = copy.deepcopy(cache)
+        operation(changed)
+        assert changed.get_seq_length() == 60
+        got = forward(model, changed, more[rows, :1])
+        torch.testing.assert_close(got, expected[rows], atol=1e-4, rtol=1e-3)
+        assert changed.batch_size == len(rows)
+    # What was copied before did not change.
+    torch.testing.assert_close(forward(model, cache, more[:, :1]), expected)
+
+
+def test_crop_of_a_hybrid_is_whole_or_refused():
+    model = tiny_model("gemma3")
+    ids = prompt(1, 60)[0]
+    cache, fresh = pair(model, ids)
+    with pytest.raises(CacheStateError, match="layer 0.*last 24 tokens.*activate_past_recording"):
+        cache.crop(-3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [60] * 3
+    cache.crop(0)
+    cache.activate_past_recording()
+    forward(model, cache, ids[:, 7:12])
+    cache.crop(-5)
+    assert torch.equal(forward(model, cache, ids[:, :1]), forward(model, fresh, ids[:, :1]))
+    # Before the sliding window is full there is nothing to refuse.
+    cache = OscarCache(model.config, **SMALL)
+    forward(model, cache, ids[:, :20])
+    cache.crop(-5)
+    assert cache.get_seq_length() == 15
+    expected = OscarCache(model.config, **SMALL)
+    forward(model, expected, ids[:, :15])
+    torch.testing.assert_close(forward(model, cache, ids[:, 15:16]), forward(model, expected, ids[:, 15:16]))
+
+
+RECURRENT, STATIC = "recurrent state", "static cache cannot be cropped"
+
+
+@pytest.mark.parametrize(
+    "family, static, message",
+    [("qwen3_next", False, RECURRENT), ("qwen3_next", True, RECURRENT), ("gemma3", True, STATIC)],
+)
+def test_what_cannot_be_cropped_is_refused_before_anything_changes(family, static, message):
+    model = tiny_model(family)
+    ids = prompt(1, 60)[0]
+    cache, expected = pair(model, ids, static)
+    with pytest.raises(CacheStateError, match=message):
+        cache.crop(-3)
+    assert torch.equal(forward(model, cache, ids[:, :1]), forward(model, expected, ids[:, :1]))
+
+
+def test_copies_of_a_hybrid_are_independent():
+    for family in HYBRIDS:
+        model = tiny_model(family)
+        ids = prompt(1, 60)[0]
+        cache, expected = pair(model, ids)
+        twin = copy.deepcopy(cache)
+        forward(model, cache, ids[:, :9])
+        assert torch.equal(forward(model, twin, ids[:, :1]), forward(model, expected, ids[:, :1]))
+        shared = {t.data_ptr() for layer in cache.layers for t in tensors_of(layer)}
+        assert not any(t.data_ptr() in shared for layer in twin.layers for t in tensors_of(layer) if t.numel())
+
+
+def test_empty_caches_take_every_operation():
+    for cache in (new_cache(), OscarCache(tiny_model("gemma3").config, **SMALL)):
+        cache.reset()
+        cache.crop(-3)
+        cache.reorder_cache(torch.tensor([0]))
+        cache.batch_select_indices(torch.tensor([0]))
+        cache.batch_repeat_interleave(2)
+        cache.commit()
+        assert cache.get_seq_length() == 0 and not cache.is_initialized
