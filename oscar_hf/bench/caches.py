@@ -88,7 +88,8 @@ def _update(cache, model, tokens: int, batch: int) -> None:
 @torch.no_grad()
 def attention_error(cache: OscarCache, query_heads: int) -> float:
     """Error ||x - ref|| / ||ref|| of attention over what the first packed layer holds, one more token included, against
-    float32 attention on the same tokens dequantized; of the first row. It uses the layer up: only that row is left."""
+    float32 attention on the same tokens dequantized to the model's dtype; of the first row. It uses the layer up: only that
+    row is left."""
     layer = cache.oscar_layers[0]
     shape, generator = (layer.batch_size, layer.kv_heads, 1), torch.Generator(layer.device).manual_seed(0)
 

@@ -214,9 +214,9 @@ def bench_generation(job: Job, kinds: list[str], contexts: list[int], find_batch
     with its `problem`. A row's logits are compared with DynamicCache's of the same context, where that ran before.
     """
     rows = []
-    # A short pass compiles the package's kernels, so that no prefill's time holds a compilation.
+    # A short pass compiles the package's kernels, so that no prefill's time holds a compilation; steps have a warm-up anyway.
     warm = replace(job, batch=1, new_tokens=2, compile=False, count=False)
-    for kind in kinds:
+    for kind in kinds if not job.synthetic else []:
         attempt(job.device, measure, warm, kind, min(1024, *contexts))
     for context in contexts:
         reference = None
