@@ -65,11 +65,11 @@ class _Sums:
 
     def add(self, output: Tensor, lse: Tensor, row: slice = slice(None)) -> None:
         """Merge a part, of all rows of the batch or of some. A part must have seen at least one token."""
-        total = self.lse[row]
-        merged = torch.logaddexp(total, lse.to(total.dtype))
-        share = (lse.to(total.dtype) - merged).exp_()
+        lse = lse.to(self.lse.dtype)
+        merged = torch.logaddexp(self.lse[row], lse)
+        self.lse[row] = merged
+        share = (lse - merged).exp_()
         self.output[row].lerp_(output.to(self.output.dtype), share[..., None])
-        total.copy_(merged)
 
 
 def _history(layer: "OscarLayer", history: int, rotated: Tensor, flash, scale: float, sums: _Sums) -> None:
