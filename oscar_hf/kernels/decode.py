@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from ..packed import PAIRED_HEAD_DIM
-from .launch import HAS_TRITON, interpreting, next_power_of_two, tl, triton
+from .launch import HAS_TRITON, can_launch, interpreting, next_power_of_two, tl, triton
 from .launch import on_device as on_device_of
+from .reference import mask_facts_reference
 
 if HAS_TRITON:
     from triton.language.extra import cuda as tlx
@@ -236,15 +237,16 @@ def _fetch(ptr):
 # ---------------------------------------------------------------------------------------------- prepare
 
 
-@triton.jit(do_not_specialize=["cols"])
+@triton.jit(do_not_specialize=["batch", "cols", "chunks"])
 def _prepare_kernel(
     q_ptr, kq_ptr, mean_ptr, frag_ptr, info_ptr,
-    stride_qb, stride_qh, stride_qm, stride_kq, cols, new_tokens, q_scale,
-    HKV: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr,
+    stride_qb, stride_qh, stride_qm, stride_kq, batch, cols, chunks, new_tokens, q_scale,
+    HKV: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr, RB: tl.constexpr,
     SLICE: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotated channels slice * SLICE.. of the queries of one KV head and chunk; column c = head * new_tokens + token.
+    """Rotated channels slice * SLICE.. of the queries of RB batch rows, one KV head and chunk.
 
+    Column c = head * new_tokens + token. Grid (batch groups * Hkv, chunks, slices).
     frag: fp16 [B * Hkv, chunks, operands, W * N], in matrix-unit order, N = TILES * NC columns. Operand i < 8 is
     crumb i's, times 4^-e; with two tiles, 8 + i is the same for the right tile. The other tile's columns are zero.
     (D = 64: crumbs 0-3 are the left tile's and 4-7 the right tile's, so there are 8 operands.)
@@ -253,34 +255,39 @@ def _prepare_kernel(
     if PDL:
         tlx.gdc_launch_dependents()
     W: tl.constexpr = 16 if D == 64 else D // 8
-    bh = tl.program_id(0)
+    R: tl.constexpr = RB * NC
+    h = tl.program_id(0) % HKV
     chunk = tl.program_id(1)
-    b = bh // HKV
-    h = bh % HKV
     k = tl.arange(0, D)
     d = tl.program_id(2) * SLICE + tl.arange(0, SLICE)
-    row = tl.arange(0, NC)
+    row = tl.arange(0, R) % NC
+    b = tl.program_id(0) // HKV * RB + tl.arange(0, R) // NC
     c = chunk * NC + row
-    live = c < cols
+    live = (c < cols) & (b < batch)
+    if ROTATE:
+        matrix = tl.load(kq_ptr + h * stride_kq + k[:, None] * D + d[None, :])
     q_row = q_ptr + b.to(tl.int64) * stride_qb + (h * REP + c // new_tokens) * stride_qh + c % new_tokens * stride_qm
     q = tl.load(q_row[:, None] + k[None, :], mask=live[:, None], other=0.0).to(tl.float32) * q_scale
-    if ROTATE:
+    if not ROTATE:
+        rotated = tl.load(q_row[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32) * q_scale
+    elif R < 16:
         # Plain fp32 sums: so few rows are cheaper that way than splitting the matrix for three tf32 products.
-        matrix = tl.load(kq_ptr + h * stride_kq + k[:, None] * D + d[None, :])
         rotated = tl.sum(q[:, :, None] * matrix[None, :, :], axis=1)
     else:
-        rotated = tl.load(q_row[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32) * q_scale
-    # A power of two near the longest row's norm brings all rows into fp16's middle: a rotation keeps the norm, so no
-    # element passes 2^11, and the clamp below matters only for transforms that lengthen a query over 30 times.
-    norm = tl.sqrt(tl.max(tl.sum(q * q, axis=1), axis=0))
+        # Written as above, Triton would make it one product in tf32, whose 11 bits would be most of the kernel's error.
+        rotated = tl.dot(q, matrix, input_precision="tf32x3")
+    # A power of two near the longest row's norm brings all of a program's rows into fp16's middle: a rotation keeps the
+    # norm, so no element passes 2^11, and the clamp below matters only for transforms that lengthen a query 30 times.
+    norm = tl.max(tl.reshape(tl.sum(q * q, axis=1), [RB, NC]), axis=1)
+    norm = tl.sqrt(tl.reshape(tl.broadcast_to(norm[:, None], [RB, NC]), [R]))
     bits = tl.minimum(tl.maximum(norm, 1e-30), 1e30).to(tl.int32, bitcast=True) & 0x7F800000
     unit = bits.to(tl.float32, bitcast=True) * (1.0 / _Q_UNIT)
     inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True) * _Q_UNIT
-    half = tl.minimum(tl.maximum(rotated * inverse, -65504.0), 65504.0).to(tl.float16).to(tl.float32)
-    query = bh * tl.num_programs(1) + chunk
+    half = tl.minimum(tl.maximum(rotated * inverse[:, None], -65504.0), 65504.0).to(tl.float16).to(tl.float32)
+    query = (b * HKV + h) * chunks + chunk
     PAIR: tl.constexpr = D == 64
     N: tl.constexpr = TILES * NC
-    frag_ptr += query.to(tl.int64) * ((8 if PAIR else 8 * TILES) * W * N)
+    frag_row = frag_ptr + query.to(tl.int64) * ((8 if PAIR else 8 * TILES) * W * N)
     for side in tl.static_range(TILES):
         crumb = d // W + (4 * side if PAIR else 0)
         quarter = tl.exp2(-2.0 * (crumb % 5))
@@ -288,16 +295,16 @@ def _prepare_kernel(
         operand = (crumb if PAIR else crumb + 8 * side)[None, :] * (W * N)
         for place in tl.static_range(TILES):
             at = operand + _fragment_offset((d % W)[None, :], (place * NC + row)[:, None], W, N)
-            tl.store(frag_ptr + at, stored if place == side else tl.zeros_like(stored))
-    info_ptr += query * ((D // SLICE + 2) * NC)
-    tl.store(info_ptr + tl.program_id(2) * NC + row, tl.sum(half, axis=1) * unit)
+            value = stored if place == side else tl.zeros_like(stored)
+            tl.store(frag_row[:, None] + at, value, mask=(b < batch)[:, None])
+    info_row = info_ptr + query * ((D // SLICE + 2) * NC) + row
+    tl.store(info_row + tl.program_id(2) * NC, tl.sum(half, axis=1) * unit, mask=b < batch)
     if tl.program_id(2) == 0:
-        shift = tl.zeros([NC], tl.float32)
+        shift = tl.zeros([R], tl.float32)
         if CENTRED:
             shift = tl.sum(q * tl.load(mean_ptr + h * D + k)[None, :], axis=1)
-        tl.store(info_ptr + D // SLICE * NC + row, shift)
-        factor = tl.zeros([NC], tl.float32) + unit * 16777216.0
-        tl.store(info_ptr + (D // SLICE + 1) * NC + row, factor)
+        tl.store(info_row + D // SLICE * NC, shift, mask=b < batch)
+        tl.store(info_row + (D // SLICE + 1) * NC, unit * 16777216.0, mask=b < batch)
 
 
 # ---------------------------------------------------------------------------------------------- split: history
@@ -324,6 +331,40 @@ def _plane_sum(
 
 
 @triton.jit
+def _places(
+    n0, h,
+    D: tl.constexpr, NG: tl.constexpr, TILES: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Of the block at token n0: rows of words of each warp's left tile [NW, BT], rows in use, places of the scales."""
+    PAIR: tl.constexpr = D == 64
+    rows = n0 // 2 if PAIR else n0
+    rows += tl.arange(0, NW)[:, None] * (BT if PAIR else TILES * BT) + tl.arange(0, BT)[None, :]
+    used = (h + 1) // 2 if PAIR else h
+    return rows, used, n0 * NG + tl.arange(0, NW * TILES * BT * NG)
+
+
+@triton.jit
+def _words(ptr, rows, used, W: tl.constexpr, TOKENS_FIRST: tl.constexpr, BOUND: tl.constexpr):
+    """Words of the given rows, [NW, BT, W] or [NW, W, BT]; rows past the used ones read as zeros if BOUND."""
+    words = tl.arange(0, W)
+    if TOKENS_FIRST:
+        at, there = rows[:, :, None] * W + words[None, None, :], (rows < used)[:, :, None]
+    else:
+        at, there = rows[:, None, :] * W + words[None, :, None], (rows < used)[:, None, :]
+    if BOUND:
+        return tl.load(ptr + at, mask=there, other=0)
+    return tl.load(ptr + at)
+
+
+@triton.jit
+def _per_group(ptr, tok, h, BLOCK: tl.constexpr, NG: tl.constexpr, BOUND: tl.constexpr):
+    """Scales or mins of a block, a vector [BLOCK] per group."""
+    if BOUND:
+        return _groups(tl.load(ptr + tok, mask=tok < h * NG, other=0.0), BLOCK, NG)
+    return _groups(tl.load(ptr + tok), BLOCK, NG)
+
+
+@triton.jit
 def _scores(
     kc_ptr, ks_ptr, km_ptr, n0, h, qa, qb, qsum, factor, shift,
     D: tl.constexpr, NG: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr,
@@ -335,18 +376,9 @@ def _scores(
     PLANES: tl.constexpr = D // W
     PG: tl.constexpr = PLANES // NG
     BLOCK: tl.constexpr = NW * TILES * BT
-    words = tl.arange(0, W)
-    tok = n0 * NG + tl.arange(0, BLOCK * NG)
-    rows = n0 // 2 if PAIR else n0
-    rows += tl.arange(0, NW)[:, None] * (BT if PAIR else TILES * BT) + tl.arange(0, BT)[None, :]
-    used = (h + 1) // 2 if PAIR else h
-    at = rows[:, :, None] * W + words[None, None, :]
-    if BOUND:
-        ws = tl.load(kc_ptr + at, mask=(rows < used)[:, :, None], other=0)
-        scale = tl.load(ks_ptr + tok, mask=tok < h * NG, other=0.0)
-    else:
-        ws = tl.load(kc_ptr + at)
-        scale = tl.load(ks_ptr + tok)
+    rows, used, tok = _places(n0, h, D, NG, TILES, NW, BT)
+    ws = _words(kc_ptr, rows, used, W, True, BOUND)
+    scale = _per_group(ks_ptr, tok, h, BLOCK, NG, BOUND)
     high = _high(ws, ASM)
     # Separate sums for the left and the right tile: two short chains of dependent products instead of a long one.
     left = ()
@@ -356,10 +388,7 @@ def _scores(
         if PAIR:
             right = right + (_plane_sum(ws, high, qb, group * PG, 4 + group * PG, PG, NW, BT, TILES * NC, ASM),)
     if TILES == 2 and not PAIR:
-        if BOUND:
-            ws = tl.load(kc_ptr + BT * W + at, mask=(rows + BT < used)[:, :, None], other=0)
-        else:
-            ws = tl.load(kc_ptr + BT * W + at)
+        ws = _words(kc_ptr, rows + BT, used, W, True, BOUND)
         high = _high(ws, ASM)
         for group in tl.static_range(NG):
             right = right + (_plane_sum(ws, high, qb, group * PG, group * PG, PG, NW, BT, TILES * NC, ASM),)
@@ -369,14 +398,9 @@ def _scores(
             s = s + (left[group] + right[group],)
         else:
             s = s + (left[group],)
-    scale = _groups(scale, BLOCK, NG)
-    if SYM:
-        low = scale
-    else:
-        if BOUND:
-            low = _groups(tl.load(km_ptr + tok, mask=tok < h * NG, other=0.0), BLOCK, NG)
-        else:
-            low = _groups(tl.load(km_ptr + tok), BLOCK, NG)
+    low = scale
+    if not SYM:
+        low = _per_group(km_ptr, tok, h, BLOCK, NG, BOUND)
     x = tl.zeros([NW, BT, TILES * NC], tl.float32) + shift[None, None, :]
     for group in tl.static_range(NG):
         sc = _per_column(scale[group], NW, BT, NC, TILES, PAIR).to(tl.float32)
@@ -392,45 +416,37 @@ def _scores(
 def _accumulate(
     vc_ptr, vs_ptr, vm_ptr, n0, h, p, oa, ob, corr,
     D: tl.constexpr, NG: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr,
-    SYM: tl.constexpr, BOUND: tl.constexpr, ASM: tl.constexpr,
+    SYM: tl.constexpr, BOUND: tl.constexpr, ASM: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Add sum_t p_t scale_t code_t to the planes (left tile oa, right tile ob) and sum_t p_t min_t to corr."""
+    """Add sum_t p_t scale_t code_t to the planes (left tile oa, right tile ob) and sum_t p_t min_t to corr.
+
+    FINE: what rounding p_t scale_t to fp16 takes away is given back for the middle of the codes, through corr. The
+    rounding then weighs (code - 1.5)'s size instead of the code's own, 1.7 times as much.
+    """
     PAIR: tl.constexpr = D == 64
     W: tl.constexpr = 16 if PAIR else D // 8
     PLANES: tl.constexpr = D // W
     PG: tl.constexpr = PLANES // NG
     BLOCK: tl.constexpr = NW * TILES * BT
-    words = tl.arange(0, W)
-    tok = n0 * NG + tl.arange(0, BLOCK * NG)
-    rows = n0 // 2 if PAIR else n0
-    rows += tl.arange(0, NW)[:, None] * (BT if PAIR else TILES * BT) + tl.arange(0, BT)[None, :]
-    used = (h + 1) // 2 if PAIR else h
-    at = rows[:, None, :] * W + words[None, :, None]
-    if BOUND:
-        scale = _groups(tl.load(vs_ptr + tok, mask=tok < h * NG, other=0.0), BLOCK, NG)
-    else:
-        scale = _groups(tl.load(vs_ptr + tok), BLOCK, NG)
-    if SYM:
-        low = scale
-    else:
-        if BOUND:
-            low = _groups(tl.load(vm_ptr + tok, mask=tok < h * NG, other=0.0), BLOCK, NG)
-        else:
-            low = _groups(tl.load(vm_ptr + tok), BLOCK, NG)
+    rows, used, tok = _places(n0, h, D, NG, TILES, NW, BT)
+    scale = _per_group(vs_ptr, tok, h, BLOCK, NG, BOUND)
+    low = scale
+    if not SYM:
+        low = _per_group(vm_ptr, tok, h, BLOCK, NG, BOUND)
     weights = ()
     sums = ()
     for group in tl.static_range(NG):
         pv = p * _per_column(scale[group], NW, BT, NC, TILES, PAIR).to(tl.float32)
+        weight = pv.to(tl.float16)
         if SYM:
-            sums = sums + (corr[group] + _rows16(pv, NW, BT, TILES * NC),)
+            share = weight.to(tl.float32) if FINE else pv
         else:
-            pm = p * _per_column(low[group], NW, BT, NC, TILES, PAIR).to(tl.float32)
-            sums = sums + (corr[group] + _rows16(pm, NW, BT, TILES * NC),)
-        weights = weights + (pv.to(tl.float16),)
-    if BOUND:
-        ws = tl.load(vc_ptr + at, mask=(rows < used)[:, None, :], other=0)
-    else:
-        ws = tl.load(vc_ptr + at)
+            share = p * _per_column(low[group], NW, BT, NC, TILES, PAIR).to(tl.float32)
+            if FINE:
+                share += 1.5 * (pv - weight.to(tl.float32))
+        sums = sums + (corr[group] + _rows16(share, NW, BT, TILES * NC),)
+        weights = weights + (weight,)
+    ws = _words(vc_ptr, rows, used, W, False, BOUND)
     high = _high(ws, ASM)
     na = ()
     nb = ()
@@ -439,10 +455,7 @@ def _accumulate(
         if PAIR:
             nb = nb + (tl.dot(_crumb(ws, high, 4 + i, ASM), weights[i // PG], ob[i]),)
     if TILES == 2 and not PAIR:
-        if BOUND:
-            ws = tl.load(vc_ptr + BT * W + at, mask=(rows + BT < used)[:, None, :], other=0)
-        else:
-            ws = tl.load(vc_ptr + BT * W + at)
+        ws = _words(vc_ptr, rows + BT, used, W, False, BOUND)
         high = _high(ws, ASM)
         for i in tl.static_range(PLANES):
             nb = nb + (tl.dot(_crumb(ws, high, i, ASM), weights[i // PG], ob[i]),)
@@ -450,41 +463,71 @@ def _accumulate(
 
 
 @triton.jit
+def _ahead(
+    kc_ptr, ks_ptr, km_ptr, vc_ptr, vs_ptr, vm_ptr, begin, end,
+    D: tl.constexpr, NG: tl.constexpr, NW: tl.constexpr, SYM: tl.constexpr,
+):  # fmt: skip
+    """Fetch tokens begin..end-1 to L2: the history is older than the queries, which are still being rotated."""
+    LINE: tl.constexpr = 512 // D
+    lanes = tl.arange(0, NW * 32)
+    for n0 in range(begin, end, NW * 32 * LINE):
+        ahead = tl.minimum(n0 // LINE + lanes, (end - 1) // LINE) * 64
+        _fetch(kc_ptr + ahead)
+        _fetch(vc_ptr + ahead)
+    for n0 in range(begin, end, NW * 32 * 64 // NG):
+        ahead = tl.minimum(n0 * NG + lanes * 64, (end - 1) * NG)
+        _fetch(ks_ptr + ahead)
+        _fetch(vs_ptr + ahead)
+        if not SYM:
+            _fetch(km_ptr + ahead)
+            _fetch(vm_ptr + ahead)
+
+
+@triton.jit
+def _splits(h, low, limit, longest, alone, block):
+    """First block, whole splits' blocks in all and each, splits. `splits_in_use` is the same rule on the host.
+
+    limit: splits at most, unless they would pass `longest` blocks
+    alone: 1 if a last, partial block is a split of its own. It runs through code of its own, which nothing has fetched
+    yet, so that at the end of a short split it would take as long as three blocks.
+    """
+    skipped = low // block
+    todo = tl.maximum((h + block - 1) // block - skipped, 0)
+    rest = tl.where(h % block > 0, tl.minimum(alone, todo), 0)
+    body = todo - rest
+    share = tl.maximum(tl.minimum((body + limit - 1) // limit, longest), 1)
+    return skipped, body, share, (body + share - 1) // share + rest
+
+
+@triton.jit
 def _history(
     frag_ptr, info_ptr, kc_ptr, ks_ptr, km_ptr, vc_ptr, vs_ptr, vm_ptr, mask_ptr, o_ptr, ml_ptr,
-    h, start, sink, split, n_splits, column, cols, new_tokens, rep_head,
+    h, low, reads, sink, begin, end, column, cols, new_tokens, rep_head,
     stride_mh, stride_mm, stride_mn, mask_floor, cap,
     D: tl.constexpr, NG: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr,
-    STAGES: tl.constexpr, SLICE: tl.constexpr, SYM: tl.constexpr, MASK: tl.constexpr, STARTS: tl.constexpr,
-    CAP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, SLICE: tl.constexpr, SYM: tl.constexpr, MASK: tl.constexpr, LOW: tl.constexpr,
+    CAP: tl.constexpr, ASM: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """One split of one KV head's history; pointers are at that head. Writes o [NC, D] (rotated basis), m and l [NC]."""
+    """Blocks begin..end of one KV head's history; pointers are at that head. Writes o [NC, D] (rotated basis), m, l.
+
+    low: first entry that may be seen, if LOW; reads: whether a mask must be read element by element.
+    """
     PAIR: tl.constexpr = D == 64
     W: tl.constexpr = 16 if PAIR else D // 8
     PLANES: tl.constexpr = D // W
     N: tl.constexpr = TILES * NC
     BLOCK: tl.constexpr = NW * TILES * BT
-    blocks = (h + BLOCK - 1) // BLOCK
-    skipped = start // BLOCK if STARTS else 0
-    todo = tl.maximum(blocks - skipped, 0)
-    share = (todo + n_splits - 1) // n_splits
-    begin = (skipped + tl.minimum(split * share, todo)) * BLOCK
-    end = (skipped + tl.minimum((split + 1) * share, todo)) * BLOCK
     PG: tl.constexpr = PLANES // NG
-    exact: tl.constexpr = (MASK > 0) or STARTS
-    # Whole blocks run without bounds; the last block, and every block under a mask, runs in the second loop.
-    clean = begin if exact else tl.maximum(tl.minimum(end, h // BLOCK * BLOCK), begin)
+    # Whole blocks that may be seen run without bounds; the first and the last block, and every block under a mask that
+    # must be read, run in the second loop, which counts as if the clean blocks did not exist.
+    clean = begin
+    if LOW:
+        clean = tl.minimum(tl.maximum(begin, (low + BLOCK - 1) // BLOCK * BLOCK), end)
+    if MASK > 0:
+        clean = tl.where(reads > 0, end, clean)
+    clean_end = tl.maximum(tl.minimum(end, h // BLOCK * BLOCK), clean)
     words = tl.arange(0, W)
     col = tl.arange(0, N)
-    if PDL:
-        # The history is older than the launch before this one: fetch while the queries are still being rotated.
-        LINE: tl.constexpr = 512 // D
-        lines = tl.arange(0, NW * 32)
-        for n0 in range(begin, tl.minimum(clean, begin + AHEAD), NW * 32 * LINE):
-            ahead = tl.minimum(n0 // LINE + lines, (clean - 1) // LINE) * 64
-            _fetch(kc_ptr + ahead)
-            _fetch(vc_ptr + ahead)
-        tlx.gdc_wait()
     qa = ()
     qb = ()
     offset = _operand_offset(tl.arange(0, NW * W * N), NW, W, N)
@@ -512,9 +555,9 @@ def _history(
     for _ in tl.static_range(NG):
         corr = corr + (tl.zeros([NW, 16, N], tl.float32),)
     # Zero before a first clean block (whose own maximum replaces it), never-seen otherwise.
-    m_ref = tl.zeros([N], tl.float32) + tl.where(clean > begin, 0.0, _NEVER)
+    m_ref = tl.zeros([N], tl.float32) + tl.where(clean_end > clean, 0.0, _NEVER)
 
-    for n0 in tl.range(begin, clean, BLOCK, num_stages=STAGES):
+    for n0 in tl.range(clean, clean_end, BLOCK, num_stages=STAGES):
         base = shift if CAP else shift - m_ref
         x = _scores(
             kc_ptr, ks_ptr, km_ptr, n0, h, qa, qb, qsum, factor, base, D, NG, NC, TILES, NW, BT, SYM, False, ASM
@@ -524,9 +567,9 @@ def _history(
         p = _exp2(x, ASM)
         part = _rows16(p, NW, BT, N)
         # Sums are not negative, so their bits order like integers, and an integer maximum is one instruction.
-        if (n0 == begin) | (tl.max(part.to(tl.int32, bitcast=True)) > _LIMIT):
+        if (n0 == clean) | (tl.max(part.to(tl.int32, bitcast=True)) > _LIMIT):
             rise = _column_max(x, NC, TILES) - _LIFT
-            if n0 > begin:
+            if n0 > clean:
                 rise = tl.maximum(rise, 0.0)
             m_ref += rise
             p = _exp2(x - rise[None, None, :], ASM)
@@ -538,13 +581,16 @@ def _history(
             l_sum = l_sum * shrink[None, None, :]
         l_sum += part
         oa, ob, corr = _accumulate(
-            vc_ptr, vs_ptr, vm_ptr, n0, h, p, oa, ob, corr, D, NG, NC, TILES, NW, BT, SYM, False, ASM
+            vc_ptr, vs_ptr, vm_ptr, n0, h, p, oa, ob, corr, D, NG, NC, TILES, NW, BT, SYM, False, ASM, FINE
         )
 
     # Two stages even for a lone block: its value loads then start together with its key loads.
-    TAIL_STAGES: tl.constexpr = STAGES if exact else 2
-    if clean < end:
-        for n0 in tl.range(clean, end, BLOCK, num_stages=TAIL_STAGES):
+    TAIL_STAGES: tl.constexpr = STAGES if MASK > 0 else 2
+    if begin + (clean_end - clean) < end:
+        for at_block in tl.range(begin + (clean_end - clean), end, BLOCK, num_stages=TAIL_STAGES):
+            n0 = at_block
+            if LOW:
+                n0 -= tl.where(at_block < clean_end, clean_end - clean, 0)
             x = _scores(
                 kc_ptr, ks_ptr, km_ptr, n0, h, qa, qb, qsum, factor, shift, D, NG, NC, TILES, NW, BT, SYM, True, ASM
             )
@@ -552,16 +598,17 @@ def _history(
                 x = _softcap(x, cap)
             tok = _per_column(n0 + tl.arange(0, BLOCK), NW, BT, NC, TILES, PAIR)
             keep = tok < h
-            if STARTS:
-                keep = keep & (tok >= start)
+            if LOW:
+                keep = keep & (tok >= low)
             if MASK > 0:
                 c = column + col % NC
                 at = (rep_head + c // new_tokens).to(tl.int64) * stride_mh + c % new_tokens * stride_mm
                 at = at[None, None, :] + (tok + sink).to(tl.int64) * stride_mn
+                wanted = keep & ((c < cols) & (tl.zeros([N], tl.int32) + reads > 0))[None, None, :]
                 if MASK == 1:
-                    keep = keep & (tl.load(mask_ptr + at, mask=keep & (c < cols)[None, None, :], other=0) != 0)
+                    keep = keep & (tl.load(mask_ptr + at, mask=wanted, other=1) != 0)
                 else:
-                    bias = tl.load(mask_ptr + at, mask=keep & (c < cols)[None, None, :], other=0.0).to(tl.float32)
+                    bias = tl.load(mask_ptr + at, mask=wanted, other=0.0).to(tl.float32)
                     keep = keep & (bias > mask_floor)
                     x += bias * 1.4426950408889634
             x = tl.where(keep, x, _NEVER)
@@ -574,7 +621,7 @@ def _history(
             corr = _scaled(corr, shrink)
             l_sum = l_sum * shrink[None, None, :] + _rows16(p, NW, BT, N)
             oa, ob, corr = _accumulate(
-                vc_ptr, vs_ptr, vm_ptr, n0, h, p, oa, ob, corr, D, NG, NC, TILES, NW, BT, SYM, True, ASM
+                vc_ptr, vs_ptr, vm_ptr, n0, h, p, oa, ob, corr, D, NG, NC, TILES, NW, BT, SYM, True, ASM, FINE
             )
 
     out_col = tl.arange(0, NC)
@@ -617,12 +664,15 @@ def _plane_unit(index: tl.constexpr):
 @triton.jit
 def _window(
     q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, ml_ptr,
-    stride_qh, stride_qm, n, h, start, sink, ring, first, last,
+    stride_qh, stride_qm, n, h, start, low, reads, sink, ring, first, last,
     column, cols, new_tokens, rep_head, scale, stride_mh, stride_mm, stride_mn, mask_floor, cap,
-    RING: tl.constexpr, D: tl.constexpr, NC: tl.constexpr, WB: tl.constexpr, STARTS: tl.constexpr,
+    RING: tl.constexpr, D: tl.constexpr, NC: tl.constexpr, WB: tl.constexpr, LOW: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Entries first..last-1 of the sink or of the ring, exact; pointers are at that KV head (q: at the batch row)."""
+    """Entries first..last-1 of the sink or of the ring, exact; pointers are at that KV head (q: at the batch row).
+
+    start: the slot of the sink's first entry; low: the first slot that may be seen, if LOW
+    """
     N: tl.constexpr = NC if NC > 8 else 8
     col = tl.arange(0, N)
     d = tl.arange(0, D)
@@ -643,12 +693,12 @@ def _window(
             slot = sink + h + entry
             index = (h + entry) % ring
             valid = (entry < last) & (slot < n)
-            if STARTS:
-                valid = valid & (slot >= start)
         else:
             slot = start + entry
             index = entry
             valid = (entry < last) & (slot < tl.minimum(n, sink + h))
+        if LOW:
+            valid = valid & (slot >= low)
         k = tl.load(k_ptr + index[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
         if WIDEN:
             k = k.to(tl.float32)
@@ -659,10 +709,11 @@ def _window(
         if MASK > 0:
             where = (rep_head + c // new_tokens).to(tl.int64) * stride_mh + token * stride_mm
             where = where[None, :] + slot[:, None].to(tl.int64) * stride_mn
+            wanted = keep & (live & (tl.zeros([N], tl.int32) + reads > 0))[None, :]
             if MASK == 1:
-                keep = keep & (tl.load(mask_ptr + where, mask=keep & live[None, :], other=0) != 0)
+                keep = keep & (tl.load(mask_ptr + where, mask=wanted, other=1) != 0)
             else:
-                bias = tl.load(mask_ptr + where, mask=keep & live[None, :], other=0.0).to(tl.float32)
+                bias = tl.load(mask_ptr + where, mask=wanted, other=0.0).to(tl.float32)
                 keep = keep & (bias > mask_floor)
                 x += bias * 1.4426950408889634
         x = tl.where(keep, x, _NEVER)
@@ -674,7 +725,11 @@ def _window(
         v = tl.load(v_ptr + index[None, :] * D + d[:, None], mask=valid[None, :], other=0.0)
         if WIDEN:
             v = v.to(tl.float32)
-        acc = tl.dot(v, p.to(v.dtype), acc * shrink[None, :], input_precision=PRECISION)
+        # Two terms: one alone, of bfloat16's 8 bits, would be most of the kernel's error. The windows are small.
+        rounded = p.to(v.dtype)
+        acc = tl.dot(v, rounded, acc * shrink[None, :], input_precision=PRECISION)
+        if v.dtype != tl.float32:
+            acc = tl.dot(v, (p - rounded.to(tl.float32)).to(v.dtype), acc, input_precision=PRECISION)
     tl.store(ml_ptr + col, m_run, mask=col < NC)
     tl.store(ml_ptr + NC + col, l_run, mask=col < NC)
     tl.store(o_ptr + col[None, :] * D + d[:, None], acc, mask=(col < NC)[None, :])
@@ -683,22 +738,28 @@ def _window(
 # Numbers that change while a sequence grows must not each ask for a compilation of their own.
 @triton.jit(
     do_not_specialize=[
-        "length", "history", "n_sink", "n_window", "window", "cols", "stride_mb", "stride_mh", "stride_mm"
+        "length", "history", "n_sink", "n_window", "window", "ahead", "offset", "limit", "longest", "alone",
+        "parts", "cols", "stride_mb", "stride_mh", "stride_mm",
     ]
 )  # fmt: skip
 def _split_kernel(
     q_ptr, frag_ptr, info_ptr, kc_ptr, ks_ptr, km_ptr, vc_ptr, vs_ptr, vm_ptr,
-    sink_k_ptr, sink_v_ptr, ring_k_ptr, ring_v_ptr, start_ptr, mask_ptr, o_ptr, ml_ptr,
+    sink_k_ptr, sink_v_ptr, ring_k_ptr, ring_v_ptr, start_ptr, mask_ptr, facts_ptr, o_ptr, ml_ptr,
     length, history, stride_qb, stride_qh, stride_qm,
     stride_cb, stride_ch, stride_sb, stride_sh, stride_kb, stride_kh, stride_rb, stride_rh,
-    stride_mb, stride_mh, stride_mm, stride_mn, sink, ring, n_sink, n_window, window, cols, new_tokens,
-    scale, mask_floor, cap,
+    stride_mb, stride_mh, stride_mm, stride_mn, stride_fb,
+    sink, ring, n_sink, n_window, window, ahead, offset, limit, longest, alone, parts,
+    cols, new_tokens, scale, mask_floor, cap,
     HKV: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, NG: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr,
     BT: tl.constexpr, STAGES: tl.constexpr, WB: tl.constexpr, SLICE: tl.constexpr, SYM: tl.constexpr,
-    MASK: tl.constexpr, STARTS: tl.constexpr, CAP: tl.constexpr, ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, NW: tl.constexpr, AHEAD: tl.constexpr,
+    MASK: tl.constexpr, FACTS: tl.constexpr, STARTS: tl.constexpr, CAP: tl.constexpr, ON_DEVICE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, FINE: tl.constexpr, PDL: tl.constexpr,
+    NW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * Hkv, window splits + history splits, chunks); split s writes o[.., s] fp32 [NC, D] and ml[.., s]."""
+    """Grid (B * Hkv, programs, chunks). Program i takes window piece i and history split i - offset, where they exist.
+
+    Piece i writes part i, split i part n_window + i: o[.., part] fp32 [NC, D], ml[.., part] [2, NC].
+    """
     if PDL:
         tlx.gdc_launch_dependents()
     bh = tl.program_id(0)
@@ -715,81 +776,138 @@ def _split_kernel(
     start = 0
     if STARTS:
         start = tl.load(start_ptr + b)
-    row = (bh * tl.num_programs(2) + chunk).to(tl.int64) * tl.num_programs(1) + part
-    o_ptr += row * (NC * D)
-    ml_ptr += row * (2 * NC)
-    rep_head = (bh % HKV) * REP
-    if MASK > 0:
-        mask_ptr += b * stride_mb
-    if part < n_sink:
-        at = b * stride_kb + hk * stride_kh
-        first = part * window
-        _window(
-            q_ptr + b * stride_qb, sink_k_ptr + at, sink_v_ptr + at, mask_ptr, o_ptr, ml_ptr,
-            stride_qh, stride_qm, n, h, start, sink, ring, first, tl.minimum(first + window, tl.minimum(sink, n)),
-            chunk * NC, cols, new_tokens, rep_head, scale, stride_mh, stride_mm, stride_mn, mask_floor, cap,
-            False, D, NC, WB, STARTS, MASK, CAP, PRECISION, WIDEN,
-        )  # fmt: skip
-    elif part < n_window:
-        at = b * stride_rb + hk * stride_rh
-        first = (part - n_sink) * window
-        _window(
-            q_ptr + b * stride_qb, ring_k_ptr + at, ring_v_ptr + at, mask_ptr, o_ptr, ml_ptr,
-            stride_qh, stride_qm, n, h, start, sink, ring, first, tl.minimum(first + window, n - sink - h),
-            chunk * NC, cols, new_tokens, rep_head, scale, stride_mh, stride_mm, stride_mn, mask_floor, cap,
-            True, D, NC, WB, STARTS, MASK, CAP, PRECISION, WIDEN,
-        )  # fmt: skip
-    else:
+    low = start
+    low_slot = start
+    reads = 1
+    if FACTS:
+        first_slot = tl.load(facts_ptr + b * stride_fb)
+        reads = tl.load(facts_ptr + b * stride_fb + 1)
+        low = tl.maximum(low, first_slot - sink)
+        low_slot = tl.maximum(low_slot, first_slot)
+    BLOCK: tl.constexpr = NW * TILES * BT
+    skipped, body, share, n_splits = _splits(h, low, limit, longest, alone, BLOCK)
+    split = part - offset
+    # The grid may cover more than is in use: what a cache can hold, or what other rows hold.
+    programs = tl.maximum(n_window, tl.where(n_splits > 0, offset + n_splits, 0))
+    if part < programs:
         query = (bh * tl.num_programs(2) + chunk).to(tl.int64)
+        o_ptr += query * parts * (NC * D)
+        ml_ptr += query * parts * (2 * NC)
+        rep_head = (bh % HKV) * REP
+        if MASK > 0:
+            mask_ptr += b * stride_mb
         codes = b * stride_cb + hk * stride_ch
         scales = b * stride_sb + hk * stride_sh
-        _history(
-            frag_ptr + query * ((128 if D == 64 else D * TILES) * NC * TILES),
-            info_ptr + query * ((D // SLICE + 2) * NC),
-            kc_ptr + codes, ks_ptr + scales, km_ptr + scales, vc_ptr + codes, vs_ptr + scales, vm_ptr + scales,
-            mask_ptr, o_ptr, ml_ptr, h, start, sink, part - n_window, tl.num_programs(1) - n_window, chunk * NC,
-            cols, new_tokens, rep_head, stride_mh, stride_mm, stride_mn, mask_floor, cap,
-            D, NG, NC, TILES, NW, BT, STAGES, SLICE, SYM, MASK, STARTS, CAP, ASM, PDL, AHEAD,
-        )  # fmt: skip
+        begin = (skipped + tl.minimum(split * share, body)) * BLOCK
+        end = (skipped + tl.minimum(split * share + share, body)) * BLOCK
+        end = tl.where(begin == end, begin + BLOCK, end)
+        in_history = (split >= 0) & (split < n_splits)
+        if PDL:
+            fetched = tl.minimum(tl.minimum(end, begin + ahead), h)
+            _ahead(
+                kc_ptr + codes, ks_ptr + scales, km_ptr + scales, vc_ptr + codes, vs_ptr + scales, vm_ptr + scales,
+                begin, tl.where(in_history, fetched, begin), D, NG, NW, SYM,
+            )  # fmt: skip
+        if part < n_sink:
+            at = b * stride_kb + hk * stride_kh
+            first = part * window
+            _window(
+                q_ptr + b * stride_qb, sink_k_ptr + at, sink_v_ptr + at, mask_ptr,
+                o_ptr + part * (NC * D), ml_ptr + part * (2 * NC),
+                stride_qh, stride_qm, n, h, start, low_slot, reads, sink, ring,
+                first, tl.minimum(first + window, tl.minimum(sink, n)),
+                chunk * NC, cols, new_tokens, rep_head, scale, stride_mh, stride_mm, stride_mn, mask_floor, cap,
+                False, D, NC, WB, STARTS or FACTS, MASK, CAP, PRECISION, WIDEN,
+            )  # fmt: skip
+        elif part < n_window:
+            at = b * stride_rb + hk * stride_rh
+            first = (part - n_sink) * window
+            _window(
+                q_ptr + b * stride_qb, ring_k_ptr + at, ring_v_ptr + at, mask_ptr,
+                o_ptr + part * (NC * D), ml_ptr + part * (2 * NC),
+                stride_qh, stride_qm, n, h, start, low_slot, reads, sink, ring,
+                first, tl.minimum(first + window, n - sink - h),
+                chunk * NC, cols, new_tokens, rep_head, scale, stride_mh, stride_mm, stride_mn, mask_floor, cap,
+                True, D, NC, WB, STARTS or FACTS, MASK, CAP, PRECISION, WIDEN,
+            )  # fmt: skip
+        if PDL:
+            # The history's split needs the rotated queries; a program without one waits too, so that whatever waits for
+            # this kernel has also waited for the one before.
+            tlx.gdc_wait()
+        if in_history:
+            _history(
+                frag_ptr + query * ((128 if D == 64 else D * TILES) * NC * TILES),
+                info_ptr + query * ((D // SLICE + 2) * NC),
+                kc_ptr + codes, ks_ptr + scales, km_ptr + scales, vc_ptr + codes, vs_ptr + scales, vm_ptr + scales,
+                mask_ptr, o_ptr + (n_window + split) * (NC * D), ml_ptr + (n_window + split) * (2 * NC),
+                h, low, reads, sink, begin, end, chunk * NC,
+                cols, new_tokens, rep_head, stride_mh, stride_mm, stride_mn, mask_floor, cap,
+                D, NG, NC, TILES, NW, BT, STAGES, SLICE, SYM, MASK, STARTS or FACTS, CAP, ASM, FINE,
+            )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- merge
 
 
-@triton.jit(do_not_specialize=["parts", "n_window", "cols", "chunks"])
+@triton.jit(
+    do_not_specialize=[
+        "history", "all_parts", "n_window", "limit", "longest", "alone", "block", "batch", "cols", "chunks"
+    ]
+)  # fmt: skip
 def _merge_kernel(
-    o_ptr, ml_ptr, vi_ptr, aux_ptr, out_ptr, parts, n_window, stride_vi, cols, new_tokens, chunks,
-    HKV: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, NC: tl.constexpr, DS: tl.constexpr, PT: tl.constexpr,
-    PB: tl.constexpr, PW: tl.constexpr, PER: tl.constexpr, ROTATE: tl.constexpr, AUX: tl.constexpr, PDL: tl.constexpr,
+    o_ptr, ml_ptr, vi_ptr, aux_ptr, out_ptr, start_ptr, facts_ptr, history, all_parts, n_window, sink,
+    limit, longest, alone, block, stride_fb, stride_vi, batch, cols, new_tokens, chunks,
+    ON_DEVICE: tl.constexpr, STARTS: tl.constexpr, FACTS: tl.constexpr, HKV: tl.constexpr, REP: tl.constexpr,
+    D: tl.constexpr, NC: tl.constexpr, DS: tl.constexpr, PT: tl.constexpr, PB: tl.constexpr, PW: tl.constexpr,
+    PER: tl.constexpr, RB: tl.constexpr, ROTATE: tl.constexpr, TURNED: tl.constexpr, AUX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """PER columns and DS channels of the output: weigh the parts, history (part >= n_window) times VI, plus windows."""
-    bh = tl.program_id(0)
-    column = tl.program_id(1) * PER + tl.arange(0, PER)
+    """Weigh the parts, history (part >= n_window) times VI, plus windows: DS channels of PER columns of RB batch rows.
+
+    Grid (batch groups * Hkv, column groups, slices). TURNED: vi is given as its transpose's memory.
+    """
+    R: tl.constexpr = RB * PER
+    h = tl.program_id(0) % HKV
+    b = tl.program_id(0) // HKV * RB + tl.arange(0, R) // PER
+    column = tl.program_id(1) * PER + tl.arange(0, R) % PER
     d = tl.arange(0, D)
     ds = tl.program_id(2) * DS + tl.arange(0, DS)
-    h = bh % HKV
+    there = b < batch
     if ROTATE:
-        vi = tl.load(vi_ptr + h * stride_vi + d[:, None] * D + ds[None, :])
+        if TURNED:
+            vi = tl.load(vi_ptr + h * stride_vi + d[:, None] + ds[None, :] * D)
+        else:
+            vi = tl.load(vi_ptr + h * stride_vi + d[:, None] * D + ds[None, :])
     if PDL:
         tlx.gdc_wait()
+    tokens = tl.load(history) if ON_DEVICE else history
+    low = tl.zeros([R], tl.int32)
+    if STARTS:
+        low = tl.load(start_ptr + b, mask=there, other=0)
+    if FACTS:
+        low = tl.maximum(low, tl.load(facts_ptr + b * stride_fb, mask=there, other=0) - sink)
+    parts = tl.where(there, n_window + _splits(tokens, low, limit, longest, alone, block)[3], 0)
     # PER divides NC, so one chunk holds all columns of a program.
-    row = (bh * chunks + tl.program_id(1) * PER // NC).to(tl.int64) * parts
+    row = ((b * HKV + h) * chunks + tl.program_id(1) * PER // NC).to(tl.int64) * all_parts
     c = column % NC
-    o_ptr += row * (NC * D) + (c * D)[None, :, None]
-    ml_ptr += row * (2 * NC) + c[None, :]
+    o_row = o_ptr + (row * (NC * D) + c * D)[None, :, None]
+    ml_row = ml_ptr + (row * (2 * NC) + c)[None, :]
     # Every load that needs no other is issued before the first sum: their latencies are most of this kernel's time.
     window = tl.arange(0, PW)
     first = n_window + tl.arange(0, PB)
     every = tl.arange(0, PT)
+    in_window = (window < n_window)[:, None] & there[None, :]
+    in_first = first[:, None] < parts[None, :]
+    in_every = every[:, None] < parts[None, :]
     raw_at = window[:, None, None] * (NC * D) + ds[None, None, :]
-    raw = tl.load(o_ptr + raw_at, mask=(window < n_window)[:, None, None], other=0.0)
+    raw = tl.load(o_row + raw_at, mask=in_window[:, :, None], other=0.0)
     old_channel = d if ROTATE else ds
     old_at = first[:, None, None] * (NC * D) + old_channel[None, None, :]
-    old = tl.load(o_ptr + old_at, mask=(first < parts)[:, None, None], other=0.0)
-    m = tl.load(ml_ptr + every[:, None] * (2 * NC), mask=(every < parts)[:, None], other=_NEVER)
-    total = tl.load(ml_ptr + every[:, None] * (2 * NC) + NC, mask=(every < parts)[:, None], other=0.0)
-    m_window = tl.load(ml_ptr + window[:, None] * (2 * NC), mask=(window < n_window)[:, None], other=_NEVER)
-    m_old = tl.load(ml_ptr + first[:, None] * (2 * NC), mask=(first < parts)[:, None], other=_NEVER)
+    old = tl.load(o_row + old_at, mask=in_first[:, :, None], other=0.0)
+    m = tl.load(ml_row + every[:, None] * (2 * NC), mask=in_every, other=_NEVER)
+    total = tl.load(ml_row + every[:, None] * (2 * NC) + NC, mask=in_every, other=0.0)
+    m_window = tl.load(ml_row + window[:, None] * (2 * NC), mask=in_window, other=_NEVER)
+    m_old = tl.load(ml_row + first[:, None] * (2 * NC), mask=in_first, other=_NEVER)
     top = tl.max(m, axis=0)
     if AUX:
         # A learnt sink logit: one more score, with no value.
@@ -801,21 +919,81 @@ def _merge_kernel(
         total += tl.exp2(aux - top)
     out = tl.sum(raw * tl.exp2(m_window - top[None, :])[:, :, None], axis=0)
     rotated = tl.sum(old * tl.exp2(m_old - top[None, :])[:, :, None], axis=0)
-    for p0 in range(n_window + PB, parts, PB):
+    for p0 in range(n_window + PB, tl.max(parts), PB):
         part = p0 + tl.arange(0, PB)
+        in_part = part[:, None] < parts[None, :]
         part_at = part[:, None, None] * (NC * D) + old_channel[None, None, :]
-        x = tl.load(o_ptr + part_at, mask=(part < parts)[:, None, None], other=0.0)
-        m_part = tl.load(ml_ptr + part[:, None] * (2 * NC), mask=(part < parts)[:, None], other=_NEVER)
+        x = tl.load(o_row + part_at, mask=in_part[:, :, None], other=0.0)
+        m_part = tl.load(ml_row + part[:, None] * (2 * NC), mask=in_part, other=_NEVER)
         rotated += tl.sum(x * tl.exp2(m_part - top[None, :])[:, :, None], axis=0)
-    if ROTATE:
+    if not ROTATE:
+        out += rotated
+    elif R < 16:
         out += tl.sum(rotated[:, :, None] * vi[None, :, :], axis=1)
     else:
-        out += rotated
+        out = tl.dot(rotated, vi, out, input_precision="tf32x3")
     # A row that may attend to nothing gives zeros, not NaN.
     out = tl.where((total > 0)[:, None], out / tl.where(total > 0, total, 1.0)[:, None], 0.0)
-    out_ptr += bh.to(tl.int64) * (REP * D) * new_tokens
-    at = column[:, None] * D + ds[None, :]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(column < cols)[:, None])
+    out_row = out_ptr + (b * HKV + h).to(tl.int64) * (REP * D) * new_tokens + column * D
+    tl.store(out_row[:, None] + ds[None, :], out.to(out_ptr.dtype.element_ty), mask=((column < cols) & there)[:, None])
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+
+@triton.jit(do_not_specialize=["length", "new_tokens", "heads", "stride_b", "stride_h", "stride_m"])
+def _facts_kernel(
+    mask_ptr, facts_ptr, length, new_tokens, heads, stride_b, stride_h, stride_m, stride_n, mask_floor,
+    BOOL: tl.constexpr, ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One batch row's mask, every element once. The kernel runs once per forward, not per layer, so it is kept plain."""
+    b = tl.program_id(0)
+    n = tl.load(length) if ON_DEVICE else length
+    first = tl.zeros([BLOCK], tl.int32) + n
+    inside = tl.zeros([BLOCK], tl.int32)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for line in range(0, heads * new_tokens):
+        token = line % new_tokens
+        row = mask_ptr + b.to(tl.int64) * stride_b + (line // new_tokens).to(tl.int64) * stride_h + token * stride_m
+        newest = n - new_tokens + token
+        for n0 in range(0, n, BLOCK):
+            slot = n0 + tl.arange(0, BLOCK)
+            value = tl.load(row + slot.to(tl.int64) * stride_n, mask=slot < n, other=0)
+            if BOOL:
+                seen = (value != 0) & (slot < n)
+            else:
+                bias = value.to(tl.float32)
+                seen = (bias > mask_floor) & (slot < n)
+                wrong |= (seen & (bias != 0.0)).to(tl.int32)
+            wrong |= (seen & (slot > newest)).to(tl.int32)
+            inside += seen.to(tl.int32)
+            first = tl.minimum(first, tl.where(seen, slot, n))
+    start = tl.min(first)
+    # No row of the mask sees more than first..newest, so their numbers add up only if each row sees all of that.
+    expected = 0
+    for token in range(0, new_tokens):
+        expected += tl.maximum(n - new_tokens + token - start + 1, 0) * heads
+    tl.store(facts_ptr + 2 * b, start)
+    tl.store(facts_ptr + 2 * b + 1, ((tl.max(wrong) > 0) | (tl.sum(inside) != expected)).to(tl.int32))
+
+
+def mask_facts(mask: Tensor, length: int | Tensor, new_tokens: int) -> Tensor:
+    """What a mask [B or 1, Hq or 1, M, >= length] says: int32 [B or 1, 2] on its device, for `decode_attention`.
+
+    First the first slot that any head and query sees (length if none). Then 0 if the mask is just "slot >= first and
+    causal" on the slots in use, else 1: it must be read. length: an int, or an int32 tensor of one element on the device
+    """
+    can, _ = can_launch(mask.device)
+    if not can and not interpreting():
+        return mask_facts_reference(mask, length, new_tokens)
+    facts = torch.empty(mask.shape[0], 2, dtype=torch.int32, device=mask.device)
+    data, kind, floor, strides = _mask_arguments(mask)
+    with on_device_of(mask.device):
+        _facts_kernel[(mask.shape[0],)](
+            data, facts, length, new_tokens, mask.shape[1], *strides, floor,
+            BOOL=kind == 1, ON_DEVICE=isinstance(length, Tensor), BLOCK=8192, num_warps=16,
+        )  # fmt: skip
+    return facts
 
 
 # ---------------------------------------------------------------------------------------------- launcher
@@ -830,7 +1008,7 @@ class Tuning:
     block: int  # tokens per tile
     warps: int
     stages: int
-    splits: int  # history splits per KV head
+    splits: int  # history splits per KV head at most
     merge_columns: int  # columns per merge program
     merge_parts: int  # parts it weighs at a time
     pdl: bool  # programmatic dependent launch (Hopper and later): a launch starts while the one before it drains
@@ -843,6 +1021,32 @@ class Tuning:
     merge_warps: int = 4
     prepare_slice: int = 32
     prepare_warps: int = 4
+    together: bool = True  # programs take a window piece and a history split; else one or the other
+    alone: bool = False  # a last, partial block is a split of its own
+    prepare_rows: int = 1  # batch rows per prepare program
+    merge_rows: int = 1  # batch rows per merge program
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per block of a program."""
+        return self.warps * self.tiles * self.block
+
+    @property
+    def longest(self) -> int:
+        """Blocks per split at most: matrix units truncate what they accumulate, and 256 steps cost 1e-5 of the sum.
+
+        The output is hundreds of times smaller than that sum where a long history averages many values.
+        """
+        return max(1, 4096 // self.block)
+
+
+def splits_in_use(history: int, tuning: Tuning) -> int:
+    """History splits that a row without padding uses; `_splits` is the same rule on the device."""
+    block = tuning.tokens
+    rest = int(tuning.alone and history % block > 0)
+    body = -(-history // block) - rest
+    share = max(min(-(-body // tuning.splits), tuning.longest), 1)
+    return rest + -(-body // share)
 
 
 @functools.cache
@@ -876,25 +1080,46 @@ def _choose(query: Tensor, store: DecodeStore) -> Tuning:
     # Two tiles share 8 columns where at most 4 are needed. At D = 64 a row of words is two tokens, so always two tiles.
     tiles = 2 if head_dim == 64 or (cols <= 4 and head_dim == 128) else 1
     columns = min(16 if head_dim == 128 else 8, max(next_power_of_two(cols), 4 if tiles == 2 else 8))
-    # Accumulators take head_dim * columns * tiles / 32 registers of each thread: shorter tiles where those are many.
-    small = head_dim * columns * (tiles if head_dim == 128 else 1) <= 1024
-    block = 64 if small else 32
-    resident = 12 if head_dim * columns <= 1024 and not (tiles == 2 and head_dim == 128) else 8
     on_cpu = query.device.type != "cuda"
     # The interpreter: enough splits to test their merging, otherwise few programs, each of which is slow.
     sms, pdl = (4, False) if on_cpu else _device_facts(query.device.index)
     programs = batch * kv_heads * -(-cols // columns)
-    capacity = store.k_scale.shape[2] if isinstance(store.history, Tensor) else store.history
-    blocks = max(1, -(-capacity // (block * tiles)))
-    # One wave of splits at most; six blocks each where that still gives every multiprocessor two: a split costs about
-    # two blocks' time to start and to merge.
-    splits = min(sms * resident // programs, max(-(-blocks // 6), 2 * sms // programs), blocks, 256)
-    wide = on_cpu or batch * heads * new > 2 * sms
+    # With few heads a program runs few blocks, and the time goes into the first of them: code that nothing has fetched
+    # yet and loads that nothing hides. Short blocks are half the code; with many blocks they cost 5% more a token.
+    few = programs <= sms // 8
+    # Accumulators take head_dim * columns * tiles / 32 registers of each thread: shorter tiles where those are many.
+    small = head_dim * columns * (tiles if head_dim == 128 else 1) <= 1024
+    resident = 12 if head_dim * columns <= 1024 and not (tiles == 2 and head_dim == 128) else 8
+    # One wave of programs: what does not fit starts when the others are done. At batch 1 a split is as short as two
+    # blocks; hundreds of parts still merge in one pass.
+    splits = sms * resident // programs
+    if few:
+        # Windows take longer than the wait for the queries there, so they get programs of their own.
+        window = 64
+        splits -= sum(-(-x.shape[2] // window) for x in (store.sink_k, store.ring_k))
+    else:
+        # A program takes a piece while it waits for the queries, the smaller the more programs share them.
+        window = 16 if splits >= 8 else 64
+    splits = max(1, min(splits, 256))
+    # Rotating and merging go by 16 rows through the matrix units where programs would come in several waves otherwise.
+    # (With more parts than one pass takes, merging that way is slower than any other: 50 us at batch 8.)
+    rows = max(1, 16 // columns) if programs >= sms else 1
+    tokens = store.k_scale.shape[2] if isinstance(store.history, Tensor) else store.history
+    by16 = rows > 1 and max(splits, -(-tokens // (4096 * tiles))) <= 512 // head_dim
+    if on_cpu:
+        merge = dict(merge_columns=min(4, columns), merge_parts=16, merge_slice=head_dim // 2)
+    elif by16:
+        merge = dict(merge_columns=columns, merge_parts=512 // head_dim, merge_slice=32, merge_rows=rows)
+    elif few:
+        merge = dict(merge_columns=1, merge_parts=min(128, 16384 // head_dim), merge_slice=32)
+    else:
+        merge = dict(merge_columns=min(2, columns), merge_parts=16, merge_slice=min(8192 // head_dim, head_dim))
     return Tuning(
-        columns=columns, tiles=tiles, block=block, warps=1, stages=3, splits=max(1, splits),
-        merge_columns=min(4, columns) if wide else 1, merge_parts=16 if wide else 64,
-        pdl=pdl, asm=not interpreting() and torch.version.hip is None,
-        merge_slice=head_dim // 2 if on_cpu else 32, prepare_slice=head_dim // 2 if on_cpu else 32,
+        columns=columns, tiles=tiles, block=64 if small and not few else 32, warps=1, stages=3, splits=splits,
+        # Fetching further ahead than the wait for the queries delays the first loads.
+        window=window, together=not few, alone=few, ahead=128 if few else 256,
+        prepare_rows=rows, prepare_slice=head_dim // 2 if on_cpu else 32,
+        pdl=pdl, asm=not interpreting() and torch.version.hip is None, **merge,
     )  # fmt: skip
 
 
@@ -928,12 +1153,15 @@ def decode_attention(
     scale: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    mask_facts: Tensor | None = None,
     tuning: Tuning | None = None,
 ) -> Tensor:
     """Attention of the last M tokens over the whole cache, M of them new: [B, Hq, M, D] in, the same out (contiguous).
 
     mask: bool (True: attend) or additive, broadcastable to [B, Hq, M, length]; scale: default D^-1/2;
     softcap: scores become cap tanh(score / cap); s_aux: [Hq] learnt logit per head that takes part in the softmax only;
+    mask_facts: int32 [B or 1, 2], what the function of that name says of this mask, which then is read only if it must
+    be (B in all, so that a padded row does not make the others slow);
     tuning: for benchmarks. Slots are causal among the new tokens; a row that may attend to nothing gives zeros.
     """
     batch, heads, new, head_dim = query.shape
@@ -949,8 +1177,15 @@ def decode_attention(
     ring_used = ring if on_device else max(0, store.length - sink - store.history)
     n_sink = -(-sink_used // t.window)
     n_window = n_sink + -(-ring_used // t.window)
-    has_history = on_device or store.history > 0
-    parts = n_window + (t.splits if has_history else 0)
+    most = store.k_scale.shape[2] if on_device else store.history
+    splits = splits_in_use(most, t)
+    if on_device or store.start is not None or mask_facts is not None:
+        # Fewer blocks than the most may take more splits than those, whose shares are rounded up.
+        blocks = -(-most // t.tokens)
+        splits = min(max(t.splits, -(-blocks // t.longest)) + t.alone, blocks)
+    offset = 0 if t.together else n_window
+    parts = n_window + splits
+    grid = max(1, n_window, offset + splits if splits else 0)
     symmetric = store.k_min is None
     pair = head_dim == PAIRED_HEAD_DIM
     slice_ = min(t.prepare_slice, head_dim // groups)
@@ -966,43 +1201,57 @@ def decode_attention(
     if query.stride(3) != 1:
         query = query.contiguous()
     query_strides = query.stride()[:3]
-    key_query, value_inverse = (None if x is None else x.contiguous() for x in (store.key_query, store.value_inverse))
+    key_query = None if store.key_query is None else store.key_query.contiguous()
+    value_inverse = store.value_inverse
+    turned = value_inverse is not None and not value_inverse.is_contiguous()
+    if turned:
+        # An inverse is usually kept as a view of its orthogonal transform: no copy then.
+        value_inverse = value_inverse.mT.contiguous()
     mask, mask_kind, mask_floor, mask_strides = _mask_arguments(mask)
+    facts_stride = 0 if mask_facts is None or mask_facts.shape[0] == 1 else 2
     scale = (head_dim**-0.5 if scale is None else scale) * _LOG2E
     cap = 0.0 if softcap is None else softcap * _LOG2E
     if not symmetric:
         _strides(store.k_scale, store.k_min, "mins")
         _strides(store.k_scale, store.v_min, "mins")
-    after_prepare = t.pdl and has_history
+    rotate = value_inverse is not None
+    after_prepare = t.pdl and splits > 0
     with on_device_of(device):
-        if has_history:
-            _prepare_kernel[(batch * kv_heads, chunks, head_dim // slice_)](
-                query, key_query, store.key_mean, frag, info, *query_strides, _head_stride(key_query), cols, new, scale,
-                HKV=kv_heads, REP=rep, D=head_dim, NC=t.columns, TILES=t.tiles, SLICE=slice_,
-                ROTATE=key_query is not None, CENTRED=store.key_mean is not None, PDL=t.pdl, num_warps=t.prepare_warps,
+        if splits:
+            _prepare_kernel[(-(-batch // t.prepare_rows) * kv_heads, chunks, head_dim // slice_)](
+                query, key_query, store.key_mean, frag, info, *query_strides, _head_stride(key_query),
+                batch, cols, chunks, new, scale,
+                HKV=kv_heads, REP=rep, D=head_dim, NC=t.columns, TILES=t.tiles, RB=t.prepare_rows, SLICE=slice_,
+                ROTATE=key_query is not None, CENTRED=store.key_mean is not None, PDL=t.pdl,
+                num_warps=t.prepare_warps,
             )  # fmt: skip
-        _split_kernel[(batch * kv_heads, parts, chunks)](
+        _split_kernel[(batch * kv_heads, grid, chunks)](
             query, frag, info, store.k_codes, store.k_scale, store.k_scale if symmetric else store.k_min,
             store.v_codes, store.v_scale, store.v_scale if symmetric else store.v_min,
-            store.sink_k, store.sink_v, store.ring_k, store.ring_v, store.start, mask, partial, max_sum,
-            store.length, store.history, *query_strides, *_strides(store.k_codes, store.v_codes, "codes"),
+            store.sink_k, store.sink_v, store.ring_k, store.ring_v, store.start, mask, mask_facts,
+            partial, max_sum, store.length, store.history,
+            *query_strides, *_strides(store.k_codes, store.v_codes, "codes"),
             *_strides(store.k_scale, store.v_scale, "scales"), *_strides(store.sink_k, store.sink_v, "sink"),
-            *_strides(store.ring_k, store.ring_v, "ring"), *mask_strides,
-            sink, ring, n_sink, n_window, t.window, cols, new, scale, mask_floor, cap,
+            *_strides(store.ring_k, store.ring_v, "ring"), *mask_strides, facts_stride,
+            sink, ring, n_sink, n_window, t.window, t.ahead, offset, t.splits, t.longest, int(t.alone), parts,
+            cols, new, scale, mask_floor, cap,
             HKV=kv_heads, REP=rep, D=head_dim, NG=groups, NC=t.columns, TILES=t.tiles, BT=t.block, STAGES=t.stages,
-            WB=t.window_block, SLICE=slice_, SYM=symmetric, MASK=mask_kind, STARTS=store.start is not None,
-            CAP=softcap is not None, ON_DEVICE=on_device,
+            WB=t.window_block, SLICE=slice_, SYM=symmetric, MASK=mask_kind, FACTS=mask_facts is not None,
+            STARTS=store.start is not None, CAP=softcap is not None, ON_DEVICE=on_device,
             PRECISION="tf32x3" if query.dtype == torch.float32 else "ieee",
-            WIDEN=interpreting(), ASM=t.asm, PDL=after_prepare, NW=t.warps, AHEAD=t.ahead,
+            WIDEN=interpreting(), ASM=t.asm, FINE=query.dtype != torch.bfloat16, PDL=after_prepare, NW=t.warps,
             num_warps=t.warps, num_stages=t.stages, maxnreg=t.registers, launch_pdl=after_prepare,
         )  # fmt: skip
         per_program = min(t.merge_columns, t.columns)
-        _merge_kernel[(batch * kv_heads, -(-cols // per_program), head_dim // t.merge_slice)](
-            partial, max_sum, value_inverse, s_aux, out, parts, n_window, _head_stride(value_inverse), cols, new, chunks,
+        _merge_kernel[(-(-batch // t.merge_rows) * kv_heads, -(-cols // per_program), head_dim // t.merge_slice)](
+            partial, max_sum, value_inverse, s_aux, out, store.start, mask_facts, store.history, parts, n_window, sink,
+            t.splits, t.longest, int(t.alone), t.tokens, facts_stride, _head_stride(value_inverse),
+            batch, cols, new, chunks,
+            ON_DEVICE=on_device, STARTS=store.start is not None, FACTS=mask_facts is not None,
             HKV=kv_heads, REP=rep, D=head_dim, NC=t.columns, DS=t.merge_slice,
             # Few distinct sizes, so that a growing sequence does not compile anew again and again.
-            PT=max(64, next_power_of_two(parts)), PB=t.merge_parts, PW=max(8, next_power_of_two(n_window)),
-            PER=per_program, ROTATE=value_inverse is not None, AUX=s_aux is not None, PDL=t.pdl,
+            PT=max(32, next_power_of_two(parts)), PB=t.merge_parts, PW=max(8, next_power_of_two(n_window)),
+            PER=per_program, RB=t.merge_rows, ROTATE=rotate, TURNED=turned, AUX=s_aux is not None, PDL=t.pdl,
             num_warps=t.merge_warps, launch_pdl=t.pdl,
         )  # fmt: skip
     return out

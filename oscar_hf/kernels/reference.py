@@ -93,3 +93,18 @@ def decode_attention_reference(query, store, mask=None, scale=None, softcap=None
     values = torch.einsum("bhtd,hde->bhte", v_hat, per_head(store.value_inverse))
     values = torch.cat([store.sink_v.to(dtype), values, store.ring_v.to(dtype)[:, :, ring_at]], 2)
     return (weights @ values[:, :, None]).flatten(1, 2)
+
+
+def mask_facts_reference(mask, length, new_tokens):
+    """What `decode.mask_facts` computes: same arguments, same result."""
+    slot = torch.arange(mask.shape[-1], device=mask.device)
+    used = slot < length
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    seen = (seen & used).expand(-1, -1, new_tokens, -1)
+    first = torch.where(seen.any((1, 2)), slot, length).amin(-1)
+    newest = length - new_tokens + torch.arange(new_tokens, device=mask.device)
+    expected = (slot >= first[:, None, None]) & (slot <= newest[:, None]) & used
+    same = (seen == expected[:, None]).all(-1).all(-1).all(-1)
+    if mask.dtype != torch.bool:
+        same &= ((mask == 0) | ~seen).all(-1).all(-1).all(-1)
+    return torch.stack([first, (~same).long()], -1).to(torch.int32)
