@@ -1,0 +1,146 @@
+"""Every family of models, from a tiny random one: OscarCache = its dense twin, static cache = growing cache."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from test_static import Counting
+from tiny_models import EAGER_ONLY, ENCODER_DECODER, FAMILIES, VISION, inputs, prompt, tiny_config, tiny_model
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+from oscar_hf import CacheStateError, OscarCache, UnsupportedModelError, compat
+
+WINDOWS = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
+PADS = ((), (0, 13))
+LENGTH, NEW = 50, 12
+# Layers that are packed, where not all are: the others are sliding, chunked, linear, or linear and attention in one.
+PACKED = {
+    "mistral_sliding": [], "cohere2": [1, 2], "exaone4": [1, 2], "gemma2": [1], "gemma3": [1, 2], "gemma3n": [0],
+    "gemma4": [0, 2], "gpt_oss": [1, 2], "llama4": [1, 3], "qwen3_next": [3], "qwen3_5": [3], "lfm2": [1, 3],
+    "falcon_h1": [], "bamba": [1, 2], "gemma3_vision": [1, 2],
+}  # fmt: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore:oscar_hf")
+each_family = pytest.mark.parametrize("family", [*FAMILIES, *VISION])
+each_attention = pytest.mark.parametrize("attn", ["sdpa", "eager"])
+
+
+def generate(model, arguments, cache, **options):
+    options = {"max_new_tokens": NEW, "do_sample": False, "disable_compile": True, **options}
+    return model.generate(
+        **arguments, **{compat.CACHE_ARGUMENT: cache}, **options, output_logits=True, return_dict_in_generate=True
+    )
+
+
+def check_equal(got, expected):
+    assert torch.equal(got.sequences, expected.sequences)
+    for a, b in zip(got.logits, expected.logits):
+        # Rounding can move a code of a later layer; wrong keys would be off by a hundred times as much.
+        torch.testing.assert_close(a, b, atol=5e-3, rtol=5e-3)
+
+
+@functools.cache
+def grown(family, attn):
+    """A model, arguments of generate() by padding, and what the growing caches gave for them."""
+    model = tiny_model(family, attn)
+    arguments = {pads: inputs(family, 2, LENGTH, pads) for pads in PADS}
+    caches = {pads: OscarCache(model.config, **WINDOWS) for pads in PADS}
+    return model, arguments, caches, {pads: generate(model, arguments[pads], caches[pads]) for pads in PADS}
+
+
+def skip_without(attn, family):
+    if attn == "sdpa" and family in EAGER_ONLY:
+        pytest.skip("transformers offers this family no sdpa attention")
+
+
+@each_attention
+@each_family
+def test_growing_cache_equals_its_dense_twin(family, attn, recwarn):
+    skip_without(attn, family)
+    model, arguments, caches, results = grown(family, attn)
+    for pads, got in results.items():
+        twin = OscarCache(model.config, _returns_dense=True, **WINDOWS)
+        twin.set_padding(arguments[pads]["attention_mask"])
+        check_equal(got, generate(model, arguments[pads], twin))
+        cache = caches[pads]
+        packed = [index for index, layer in enumerate(cache.layers) if layer in cache.oscar_layers]
+        assert packed == PACKED.get(family, list(range(model.config.get_text_config().num_hidden_layers)))
+        for layer in cache.oscar_layers:
+            assert layer.history == LENGTH + NEW - 1 - 4 - 8
+            assert layer.starts == (list(pads) or None)
+    assert not [w for w in recwarn if "dequantized on every step" in str(w.message)], "the packed path was not taken"
+
+
+@each_attention
+@each_family
+def test_static_cache_equals_the_growing_one(family, attn):
+    skip_without(attn, family)
+    model, arguments, _, results = grown(family, attn)
+    for pads, expected in results.items():
+        try:
+            got = generate(model, arguments[pads], OscarCache(model.config, max_cache_len=64, **WINDOWS))
+        except (TypeError, IndexError) as error:
+            # Llama 4 and Gemma 3 with images before transformers 5.24.
+            with pytest.raises(type(error)):
+                generate(model, arguments[pads], StaticCache(model.config, 64))
+            pytest.skip(f"transformers' own StaticCache fails, too: {error}")
+        check_equal(got, expected)
+
+
+# Graphs: one, and another for when a sliding layer is full.
+@pytest.mark.parametrize("family, graphs", [("phi4", 1), ("glm4_moe", 1), ("gemma4", 2), ("bamba", 1)])
+def test_decode_step_compiles(family, graphs):
+    model, arguments, _, results = grown(family, "sdpa")
+    counting = Counting("eager")
+    for pads in PADS:
+        cache = OscarCache(model.config, max_cache_len=64, **WINDOWS)
+        check_equal(generate(model, arguments[pads], cache, **counting.options), results[pads])
+    assert counting.graphs == graphs and not counting.breaks
+
+
+def encoder_decoder(family, attn):
+    """A model and arguments of generate(): an encoder prompt with padding, and a decoder prompt."""
+    model = tiny_model(family, attn)
+    ids, mask = prompt(2, 30, (0, 5))
+    decoder_ids, _ = prompt(2, LENGTH, seed=3)
+    decoder_ids[:, 0] = model.config.decoder_start_token_id
+    return model, dict(input_ids=ids, attention_mask=mask, decoder_input_ids=decoder_ids)
+
+
+@each_attention
+@pytest.mark.parametrize("family", ENCODER_DECODER)
+def test_self_attention_of_encoder_decoder_models(family, attn):
+    model, arguments = encoder_decoder(family, attn)
+    ours, twin = (OscarCache(model.config, _returns_dense=dense, **WINDOWS) for dense in (False, True))
+    got = generate(model, arguments, EncoderDecoderCache(ours, DynamicCache()))
+    check_equal(got, generate(model, arguments, EncoderDecoderCache(twin, DynamicCache())))
+    assert [layer.history for layer in ours.layers] == [LENGTH + NEW - 1 - 4 - 8] * 3
+    static = OscarCache(model.config, max_cache_len=64, **WINDOWS)
+    check_equal(generate(model, arguments, EncoderDecoderCache(static, StaticCache(model.config, 30))), got)
+
+
+@pytest.mark.parametrize("length", [None, 128])
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize("family", ENCODER_DECODER)
+def test_bare_cache_in_an_encoder_decoder_model_is_refused(family, tokens, length):
+    model, arguments = encoder_decoder(family, "sdpa")
+    cache = OscarCache(model.config, max_cache_len=length, **WINDOWS)
+    arguments["decoder_input_ids"] = arguments["decoder_input_ids"][:, :tokens]
+    for _ in range(2):
+        with pytest.raises(CacheStateError, match="EncoderDecoderCache"):
+            generate(model, arguments, cache)
+        cache.reset()
+    # An empty cache is a fresh one.
+    assert generate(model, arguments, EncoderDecoderCache(cache, DynamicCache())).sequences.shape[1] == tokens + NEW
+
+
+def test_decoder_of_another_depth_than_the_encoder():
+    cache = OscarCache(tiny_config("t5", num_decoder_layers=5), **WINDOWS)
+    assert len(cache.layers) == 5
+
+
+def test_latent_attention_is_refused():
+    config = transformers.DeepseekV3Config(num_hidden_layers=2)
+    with pytest.raises(UnsupportedModelError, match="deepseek_v3 uses multi-head latent attention"):
+        OscarCache(config, recipe="hadamard")
