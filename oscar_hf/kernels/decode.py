@@ -1,11 +1,12 @@
 """Decode attention straight from 2-bit codes: split-KV over history, merged with the exact windows, in three launches.
 
-    prepare   one program per KV head and slice of channels: q @ KQ in fp32, rounded once to fp16, stored as
-              matrix-unit operands
-    split     one program per KV head and split: history splits read codes, window splits read the sink and the ring
+    prepare   per KV head and slice of channels: q @ KQ in fp32, rounded once to fp16, stored as matrix-unit operands
+    split     one warp per KV head and split: reads codes; also, or alone, a piece of the sink or of the ring
     merge     weighs the partial results, rotates the history's share back with VI, adds the windows' share
 
-What keeps the split kernel short (a lone warp's instruction latency binds it at batch 1, that and memory at batch 8):
+How many splits there are follows on the device from the history (`_splits`), so that room for more costs nothing.
+What keeps the split kernel short (at batch 1 code that nothing has fetched yet and a lone warp's latencies bind it, at
+batch 8 and 32 memory does):
 
 * A crumb is an fp16 subnormal where it lies: `word & 0x0300` *is* the number 4^4 code 2^-24, and matrix units take
   subnormals at full speed. So a code costs one `and` per pair; crumbs 5-7 share one shift by 10. The powers of four are
@@ -15,6 +16,7 @@ What keeps the split kernel short (a lone warp's instruction latency binds it at
   tokens share the 8 columns: the left tile meets [q | 0], the right one [0 | q], so no lane computes softmax for padding.
 * The running maximum is lazy: a block is exponentiated against the old reference, and only when its row sums pass
   `_LIMIT` is the reference raised and everything rescaled. Results do not depend on when that happens, up to rounding.
+* Bounds, padding and masks cost only the blocks where they bite: whole, visible blocks run in a loop that knows of none.
 
 `reference.decode_attention_reference` specifies it all in plain PyTorch.
 """
