@@ -14,7 +14,7 @@ from .errors import ArtifactError, CacheStateError, OscarError
 from .kernels.decode import MAX_NEW_TOKENS
 from .layer import OscarLayer
 from .memory import LayerMemory, MemoryReport, tensors_of
-from .static_layer import StaticOscarLayer
+from .static_layer import StaticOscarLayer, StepMask
 
 # Fewer equal tokens at the start of two turns are likely chance (a BOS token, a chat header).
 _REPEATED_TOKENS = 16
@@ -76,10 +76,12 @@ class OscarCache(Cache):
         _check_layers(artifact, layers)
         _check_model(artifact, config)
 
+        step_mask = StepMask()
+
         def packed(index: int) -> OscarLayer:
             if max_cache_len is None:
                 return OscarLayer(self.oscar_config, artifact, index, dense_twin)
-            return StaticOscarLayer(self.oscar_config, artifact, index, max_cache_len, dense_twin)
+            return StaticOscarLayer(self.oscar_config, artifact, index, max_cache_len, step_mask, dense_twin)
 
         layers = [packed(index) if compat.is_plain_attention(layer) else layer for index, layer in enumerate(layers)]
         if not any(isinstance(layer, OscarLayer) for layer in layers):

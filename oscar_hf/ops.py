@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .errors import CacheStateError
-from .kernels.decode import DecodeStore, decode_attention, decode_problem
+from .kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts
 from .kernels.dequantize import dequantize_rows
 from .kernels.launch import can_launch
 from .kernels.step import HISTORY, LENGTH, OVERFLOW, Side, place_problem, place_tokens_reference, place_tokens_triton
@@ -41,6 +41,7 @@ _LIBRARY.define(
     f"dense({_READ}, Tensor? inverse, Tensor? mean, bool keys, int limit) -> Tensor",
     tags=_TAGS,
 )
+_LIBRARY.define("mask_facts(Tensor mask, Tensor counters, int new_tokens) -> Tensor", tags=_TAGS)
 _rule = functools.lru_cache(ScaleRule.parse)
 
 
@@ -102,7 +103,7 @@ def _attend(
     if can_launch(query.device)[0] and query.dtype == sink_k.dtype:
         store = _store(packed, start, key_query, value_inverse, key_mean)
         if not decode_problem(query, store):
-            return decode_attention(query, store, mask=mask, scale=scale)
+            return decode_attention(query, store, mask=mask, mask_facts=facts, scale=scale)
     keys = _dense(*packed, start, key_inverse, key_mean, True, limit).to(query.dtype)
     values = _dense(*packed, start, value_inverse, None, False, limit).to(query.dtype)
     slots, new = torch.arange(limit, device=query.device), query.shape[2]
@@ -117,6 +118,11 @@ def _attend(
     output = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale, enable_gqa=gqa)
     # A row that may attend to nothing gives zeros.
     return torch.where(keep.any(-1, keepdim=True), output, 0).contiguous()
+
+
+def _mask_facts(mask, counters, new_tokens):
+    """int32 [B, 2]: see `kernels.decode.mask_facts`."""
+    return mask_facts(mask, counters[LENGTH : LENGTH + 1], new_tokens)
 
 
 def _dense(
@@ -157,8 +163,13 @@ def _fake_dense(*arguments):
     return sink.new_empty((*sink.shape[:2], limit, sink.shape[3]))
 
 
-for _name, _function in (("place", _place), ("attend", _attend), ("dense", _dense)):
+def _fake_mask_facts(mask, counters, new_tokens):
+    return mask.new_empty((mask.shape[0], 2), dtype=torch.int32)
+
+
+for _name, _function in (("place", _place), ("attend", _attend), ("dense", _dense), ("mask_facts", _mask_facts)):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 torch.library.register_fake("oscar_hf::place", lambda *arguments: None, lib=_LIBRARY)
 torch.library.register_fake("oscar_hf::attend", _fake_attend, lib=_LIBRARY)
 torch.library.register_fake("oscar_hf::dense", _fake_dense, lib=_LIBRARY)
+torch.library.register_fake("oscar_hf::mask_facts", _fake_mask_facts, lib=_LIBRARY)

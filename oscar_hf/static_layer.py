@@ -20,13 +20,39 @@ from .view import CallView
 _CAPACITY_ROUND = 64
 
 
+class StepMask:
+    """What a cache's layers share about the mask of the step that is running: each reads it once for all.
+
+    first, last: the layers that open and close a step. Nothing is kept between steps, so that a captured graph hands
+    nothing out.
+    """
+
+    def __init__(self):
+        self.mask = self.facts = self.first = self.last = None
+
+    def facts_of(self, layer: "StaticOscarLayer", mask: Tensor | None, new_tokens: int) -> Tensor | None:
+        """`kernels.decode.mask_facts` of a mask, computed by the first layer that meets it."""
+        if mask is None:
+            return None
+        if layer.layer_idx == self.first or self.mask is not mask:
+            self.mask, self.facts = mask, torch.ops.oscar_hf.mask_facts(mask, layer.counters, new_tokens)
+        facts = self.facts
+        if layer.layer_idx == self.last:
+            self.mask = self.facts = None
+        return facts
+
+
 class StaticOscarLayer(OscarLayer):
     """An OscarLayer that holds at most `max_cache_len` tokens, everything allocated at the first update."""
 
     is_compileable = True
 
-    def __init__(self, config, artifact, layer_idx: int, max_cache_len: int, returns_dense: bool = False):
-        self.max_cache_len = max_cache_len
+    def __init__(
+        self, config, artifact, layer_idx: int, max_cache_len: int, step_mask: StepMask, returns_dense: bool = False
+    ):
+        self.max_cache_len, self.step_mask = max_cache_len, step_mask
+        step_mask.first = layer_idx if step_mask.first is None else step_mask.first
+        step_mask.last = layer_idx
         # int32 [COUNTERS]: the lengths, see kernels/step.py.
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32)
         self.start_slots: Tensor | None = None
@@ -263,8 +289,9 @@ class StepView:
         if packed_group:
             query = query.reshape(shape[0], shape[1] * shape[2], 1, shape[3])
         scale = shape[3] ** -0.5 if scale is None else scale
+        facts = layer.step_mask.facts_of(layer, mask, self.new_tokens)
         output = torch.ops.oscar_hf.attend(
-            query, *layer._packed(), layer.start_slots, *layer._attend_constants, mask, None, scale, layer.max_cache_len
+            query, *layer._packed(), layer.start_slots, *layer._attend_constants, mask, facts, scale, layer.max_cache_len
         )
         return output.reshape(*shape[:3], -1) if packed_group else output
 
