@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .kernels.decode import MAX_NEW_TOKENS, DecodeStore, decode_attention, decode_problem
+from .kernels.decode import MAX_NEW_TOKENS, DecodeStore, decode_attention, decode_problem, mask_facts
 from .kernels.dequantize import dequantize_rows
 from .kernels.launch import can_launch, warn_once
 from .prefill import prefill_attention, prefill_problem
@@ -35,6 +35,7 @@ _MIN_PREFILL = {"cpu": 64, "cuda": 2}
 # What is known of masks that are still alive; it keeps none of them alive.
 _causal_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _leading_hidden: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_known_facts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def visible(mask: Tensor) -> Tensor:
@@ -119,7 +120,8 @@ def attend(
         store = layer.decode_store()
         problem = _fused_problem(query, store, mask, is_causal, new_tokens)
         if not problem:
-            output = decode_attention(query, store, mask=mask, scale=scale)
+            facts = None if mask is None else _facts_of(mask, store.length, new_tokens)
+            output = decode_attention(query, store, mask=mask, mask_facts=facts, scale=scale)
             return output.reshape(batch, heads, rows, -1) if packed_group else output
         warn_once(problem)
         query = query.reshape(batch, heads, rows, dim)
@@ -196,6 +198,15 @@ def _is_causal_mask(mask: Tensor, new_tokens: int) -> bool:
         known = mask.shape[2] == new_tokens and not bool(visible(mask[..., -new_tokens:]).triu(1).any())
         _causal_masks[mask] = known
     return known
+
+
+def _facts_of(mask: Tensor, length: int, new_tokens: int) -> Tensor:
+    """`mask_facts`, computed once per mask, which all layers of a model share."""
+    known = _known_facts.get(mask)
+    if known is None or known[0] != length:
+        known = (length, mask_facts(mask, length, new_tokens))
+        _known_facts[mask] = known
+    return known[1]
 
 
 def exact_attention(query, keys, values, mask, is_causal, scale, repeat) -> Tensor:
