@@ -1103,24 +1103,27 @@ def _choose(query: Tensor, store: DecodeStore) -> Tuning:
         # A program takes a piece while it waits for the queries, the smaller the more programs share them.
         window = 16 if splits >= 8 else 64
     splits = max(1, min(splits, 256))
-    # Rotating and merging go by 16 rows through the matrix units where programs would come in several waves otherwise.
-    # (With more parts than one pass takes, merging that way is slower than any other: 50 us at batch 8.)
-    rows = max(1, 16 // columns) if programs >= sms else 1
+    # Rotating and merging go by 16 rows through the matrix units where programs would come in several waves otherwise,
+    # rotating also where plain sums would run out of registers. (With more parts than one pass takes, merging that way is
+    # slower than any other: 50 us at batch 8.)
+    rows = max(1, 16 // columns)
     tokens = store.k_scale.shape[2] if isinstance(store.history, Tensor) else store.history
-    by16 = rows > 1 and max(splits, -(-tokens // (4096 * tiles))) <= 512 // head_dim
+    by16 = programs >= sms and max(splits, -(-tokens // (4096 * tiles))) <= 512 // head_dim
     if on_cpu:
         merge = dict(merge_columns=min(4, columns), merge_parts=16, merge_slice=head_dim // 2)
     elif by16:
         merge = dict(merge_columns=columns, merge_parts=512 // head_dim, merge_slice=32, merge_rows=rows)
-    elif few:
+    elif splits > 32 and batch * heads * new <= sms:
         merge = dict(merge_columns=1, merge_parts=min(128, 16384 // head_dim), merge_slice=32)
     else:
-        merge = dict(merge_columns=min(2, columns), merge_parts=16, merge_slice=min(8192 // head_dim, head_dim))
+        parts = 32 if splits > 32 and head_dim < 256 else 16
+        merge = dict(merge_columns=2, merge_parts=parts, merge_slice=min(8192 // head_dim, head_dim))
     return Tuning(
         columns=columns, tiles=tiles, block=64 if small and not few else 32, warps=1, stages=3, splits=splits,
         # Fetching further ahead than the wait for the queries delays the first loads.
         window=window, together=not few, alone=few, ahead=128 if few else 256,
-        prepare_rows=rows, prepare_slice=head_dim // 2 if on_cpu else 32,
+        prepare_rows=rows if programs >= sms or head_dim * columns >= 1024 else 1,
+        prepare_slice=head_dim // 2 if on_cpu else 32,
         pdl=pdl, asm=not interpreting() and torch.version.hip is None, **merge,
     )  # fmt: skip
 
