@@ -95,8 +95,8 @@ class OscarCache(Cache):
             self._blank = {i: native.blank_copy(layer) for i, layer in enumerate(layers) if not ours[i]}
         # By name: a static cache has StaticCache next in line, which would build layers of its own.
         Cache.__init__(self, layers=layers)
-        # Layers that read another layer's keys and values do so after the next layers' updates.
-        self._donors = _donor_layers(config, artifact, self.oscar_layers)
+        fields = artifact.config.cache_fields | compat.cache_fields(config)
+        self.record_model({"layer_types": compat.layer_types(config), "cache_fields": fields})
         # Not the base class's `offloading`: that moves a layer away before attention has read it through our handles.
         self._offloads = offloading
         self._open_layer: OscarLayer | None = None
@@ -127,6 +127,43 @@ class OscarCache(Cache):
             local_files_only=local_files_only,
         )
         return cls(config, artifact=artifact, max_cache_len=max_cache_len, offloading=offloading, **overrides)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike,
+        *,
+        config: PreTrainedConfig | None = None,
+        artifact: Artifact | str | os.PathLike | None = None,
+        device: torch.device | str | None = None,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+    ) -> "OscarCache":
+        """A cache that `save_pretrained` wrote, with all its tokens, on a device (default: the CPU).
+
+        config: the model's config, to check that it is the same model; artifact: the one that the cache was saved with, where
+        the folder does not hold it or it is loaded already. max_cache_len makes it a static cache. Raises CacheStateError for
+        anything missing or unsound in the folder, ArtifactError for another artifact.
+        """
+        from .saved import load
+
+        return load(cls, directory, config, artifact, device, max_cache_len, offloading)
+
+    def save_pretrained(self, directory: str | os.PathLike, include_artifact: bool = True):
+        """Write the cache and all its tokens to a folder, which `OscarCache.load` reads; the folder's Path.
+
+        include_artifact: put the artifact in as well, so that the folder is complete. An older saved cache in the folder is
+        replaced at the end. Raises CacheStateError for an empty cache and for a layer of a kind that cannot be saved.
+        """
+        from .saved import save
+
+        return save(self, directory, include_artifact)
+
+    def record_model(self, fields: dict) -> None:
+        """Keep what of the model's config is needed to build the cache again: layer_types, cache_fields."""
+        self.model_fields = fields
+        # Layers that read another layer's keys and values do so after the next layers' updates.
+        self._donors = _donor_layers(fields["cache_fields"], self.oscar_layers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Add the tokens of a call to one layer; returns what stands for all its keys and values."""
@@ -316,14 +353,11 @@ def _check_max_cache_len(max_cache_len: int, offloading: bool) -> None:
         )
 
 
-def _donor_layers(config: PreTrainedConfig, artifact: Artifact, layers: list[OscarLayer]) -> list[OscarLayer]:
+def _donor_layers(fields: dict, layers: list[OscarLayer]) -> list[OscarLayer]:
     """Layers whose keys and values other layers may read later in a forward; they pack a prompt at their next update."""
-    recorded = artifact.config.cache_fields
-    if getattr(config, "kv_sharing_modes", None) or recorded.get("kv_sharing_modes"):
+    if fields.get("kv_sharing_modes"):
         return layers
-    if getattr(config, "num_kv_shared_layers", None) or recorded.get("num_kv_shared_layers"):
-        return layers[-1:]
-    return []
+    return layers[-1:] if fields.get("num_kv_shared_layers") else []
 
 
 def _layer_memory(index: int, layer: OscarLayer) -> LayerMemory:

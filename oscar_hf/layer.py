@@ -471,6 +471,12 @@ class OscarLayer(CacheLayerMixin):
         self.version += 1
         self._forget()
 
+    def adopt(self, tokens: int, history: int, starts: list[int] | None, starts_known: bool) -> None:
+        """Count tokens that were written to the buffers from outside: a saved cache."""
+        self.version += 1
+        self.tokens, self.history = tokens, history
+        self.starts, self.starts_known, self._mask_seen = starts, starts_known, not starts_known
+
     def offload(self) -> None:
         """Move the stored tensors to the CPU."""
         if self.is_initialized:

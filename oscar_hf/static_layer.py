@@ -217,6 +217,12 @@ class StaticOscarLayer(OscarLayer):
         if self.start_slots is not None and len(starts) == self.start_slots.shape[0]:
             self._write_starts()
 
+    def adopt(self, tokens: int, history: int, starts: list[int] | None, starts_known: bool) -> None:
+        """Count tokens that were written to the buffers from outside: a saved cache."""
+        super().adopt(tokens, history, starts, starts_known)
+        self.takes_steps = starts_known
+        self._write_starts()
+
     def check_overflow(self) -> None:
         """Raise CacheStateError if a compiled step did not fit; such a step has stored nothing."""
         if int(self.counters[OVERFLOW]):
