@@ -1,4 +1,4 @@
-"""The `oscar-hf` command: calibrate, inspect, eval, bench. Errors of the package end with one line and exit code 2."""
+"""The `oscar-hf` command: calibrate, inspect, plan, eval, bench. Errors of the package end with one line and exit code 2."""
 
 import argparse
 import os
@@ -59,6 +59,18 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--revision", help="branch, tag or commit on the Hub")
     inspect.add_argument("--subfolder", help="folder inside the repository")
     inspect.set_defaults(run=_inspect)
+
+    plan = commands.add_parser(
+        "plan", help="what the cache would do with each layer, and its bytes, from the config alone"
+    )
+    plan.add_argument("model", help="folder or Hub repository id; only its config is read")
+    plan.add_argument("--revision", help="branch, tag or commit of the model on the Hub")
+    plan.add_argument("--artifact", metavar="A", help="folder or Hub repository id (default: the recipe hadamard)")
+    length = plan.add_mutually_exclusive_group()
+    length.add_argument("--context", type=_positive, metavar="N", help="tokens to count for (default: 32768 at most)")
+    length.add_argument("--max-cache-len", type=_positive, metavar="N", help="plan a static cache of that many tokens")
+    plan.add_argument("--json", metavar="FILE", help="write the plan as JSON, too")
+    plan.set_defaults(run=_plan)
 
     evaluate = commands.add_parser("eval", help="compare artifacts on a model: KL divergence from the BF16 cache")
     _model_arguments(evaluate)
@@ -178,6 +190,20 @@ def _inspect(args) -> int:
 
     print(Artifact.load(args.artifact, revision=args.revision, subfolder=args.subfolder).describe())
     return 0
+
+
+def _plan(args) -> int:
+    from .plan import plan
+
+    result = plan(
+        args.model,
+        artifact=args.artifact,
+        context=args.context,
+        max_cache_len=args.max_cache_len,
+        revision=args.revision,
+    )
+    print(result)
+    return _finish(result.as_dict(), args.json)
 
 
 def _evaluate(args) -> int:

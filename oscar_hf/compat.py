@@ -1,13 +1,15 @@
 """Every difference between transformers versions, and every question about a model config, in one place."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import transformers
 from packaging.version import Version
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
+from transformers.models.auto import modeling_auto
 
-from .errors import UnsupportedModelError
+from .errors import OscarError, UnsupportedModelError
 
 # Name of the cache argument of forward and generate; 5.24 renamed it.
 CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
@@ -48,10 +50,20 @@ def refuse_latent_attention(config: PreTrainedConfig) -> None:
 
 
 def native_layers(config: PreTrainedConfig, max_cache_len: int | None = None) -> list[CacheLayerMixin]:
-    """transformers' own layers for a model, one per model layer: growing ones, or of a fixed length."""
-    if max_cache_len is None:
-        return list(DynamicCache(config=config).layers)
-    return list(StaticCache(config=config, max_cache_len=max_cache_len).layers)
+    """transformers' own layers for a model, growing ones or of a fixed length: one per model layer but for the last ones
+    that read other layers' keys and values."""
+    cache = (
+        DynamicCache(config=config)
+        if max_cache_len is None
+        else StaticCache(config=config, max_cache_len=max_cache_len)
+    )
+    layers = list(cache.layers)
+    modes = list(shared_field(config, "kv_sharing_modes") or ())
+    if len(layers) == len(modes):
+        # From 5.24 on these layers have a placeholder, before they had none: artifacts must fit either.
+        while modes and modes.pop() == "reuse":
+            layers.pop()
+    return layers
 
 
 def is_plain_attention(layer: CacheLayerMixin) -> bool:
@@ -77,17 +89,73 @@ def attention_geometry(config: PreTrainedConfig) -> dict[str, int]:
     return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of one attention layer."""
+
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def layer_geometry(config: PreTrainedConfig, layer: int) -> Geometry:
+    """Sizes of one layer's attention from a decoder's config. Raises OscarError where it does not state them."""
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+    heads = getattr(config, "num_attention_heads", None)
+    dim = getattr(config, "head_dim", None)
+    if dim is None and isinstance(heads, int) and isinstance(getattr(config, "hidden_size", None), int):
+        dim = config.hidden_size // heads
+    one_for_all = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    names = ("num_key_value_heads", "num_kv_heads")
+    kv_heads = 1 if one_for_all else next((n for name in names if (n := getattr(config, name, None))), heads)
+    value_dim = getattr(config, "v_head_dim", None) or dim
+    for name, value in (("num_attention_heads", heads), ("KV heads", kv_heads), ("head_dim", dim)):
+        if not isinstance(value, int) or value < 1:
+            raise OscarError(
+                f"the config of this {config.model_type} model states no number for {name} of layer {layer}"
+            )
+    return Geometry(heads, kv_heads, dim, value_dim)
+
+
+def native_tokens(layer: CacheLayerMixin, context: int) -> tuple[int, bool]:
+    """Tokens that a native layer keeps of a context, and whether it holds a state of fixed size as well."""
+    has_state = isinstance(layer, LinearAttentionCacheLayerMixin)
+    if not isinstance(layer, CacheLayerMixin):
+        return 0, has_state
+    fixed, window = getattr(layer, "max_cache_len", None), getattr(layer, "sliding_window", None)
+    if fixed is not None:
+        return fixed, has_state
+    return (context if window is None else min(context, window - 1)), has_state
+
+
+def supports_sdpa(config: PreTrainedConfig) -> bool | None:
+    """Whether transformers offers a model sdpa attention; None for a model that it does not know."""
+    for mapping in (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    ):
+        if type(config) in mapping:
+            return bool(getattr(mapping[type(config)], "_supports_sdpa", False))
+    return None
+
+
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """Name of the kind of each layer; `full_attention` marks those that an artifact has constants for."""
-    named = getattr(config, "layer_types", None)
     layers = native_layers(config)
-    names = list(named)[: len(layers)] if named is not None else [type(layer).__name__ for layer in layers]
-    return ["full_attention" if is_plain_attention(layer) else name for layer, name in zip(layers, names)]
+    named = getattr(config, "layer_types", None)
+    if named is None:
+        # transformers' own rule; where neither field is set all layers are full attention.
+        name = "chunked_attention" if shared_field(config, "sliding_window") is None else "sliding_attention"
+        named = [name] * len(layers)
+    return ["full_attention" if is_plain_attention(layer) else name for layer, name in zip(layers, named)]
 
 
 def cache_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The CACHE_FIELDS of a config that have a value."""
-    values = {name: getattr(config, name, None) for name in CACHE_FIELDS}
+    values = {name: shared_field(config, name) for name in CACHE_FIELDS}
     return {name: value for name, value in values.items() if value is not None}
 
 
