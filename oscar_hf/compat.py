@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
-from transformers import DynamicCache, PreTrainedConfig, StaticCache
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
 from transformers.models.auto import modeling_auto
 
@@ -87,6 +88,20 @@ def attention_geometry(config: PreTrainedConfig) -> dict[str, int]:
         dim = hidden // heads if isinstance(hidden, int) else None
     values = {"num_key_value_heads": shared_field(config, "num_key_value_heads"), "head_dim": dim}
     return {name: value for name, value in values.items() if isinstance(value, int)}
+
+
+def without_head(model: PreTrainedModel) -> torch.nn.Module:
+    """The part of a language model that ends with the last hidden state."""
+    # Llama 4 names its body in a way that `base_model` does not find.
+    return getattr(model, "model", model) if model.base_model is model else model.base_model
+
+
+def logit_scaling(config: PreTrainedConfig) -> tuple[float, float | None]:
+    """(factor, softcap) that a model applies to what its head gives, in this order; softcap may be None."""
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    factor *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
+    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    return factor, getattr(config, "final_logit_softcapping", None)
 
 
 @dataclass(frozen=True)

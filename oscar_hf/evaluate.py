@@ -130,12 +130,13 @@ def streaming_attention(layer: StreamingLayer, query: Tensor, keys: Tensor, valu
 
 
 def _hidden_states(model, ids: Tensor, cache: Cache) -> Tensor:
-    return model.base_model(input_ids=ids, use_cache=True, **{compat.CACHE_ARGUMENT: cache}).last_hidden_state[0]
+    body = compat.without_head(model)
+    return body(input_ids=ids, use_cache=True, **{compat.CACHE_ARGUMENT: cache}).last_hidden_state[0]
 
 
 def _log_probabilities(model, hidden: Tensor) -> Tensor:
-    logits = model.get_output_embeddings()(hidden).float()
-    softcap = getattr(compat.text_config(model.config), "final_logit_softcapping", None)
+    factor, softcap = compat.logit_scaling(compat.text_config(model.config))
+    logits = factor * model.get_output_embeddings()(hidden).float()
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
     return logits.log_softmax(-1)

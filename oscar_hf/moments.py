@@ -173,10 +173,11 @@ def gather(model, sequences: list[Tensor], sink_tokens: int, scored_values: bool
             layers = compat.native_layers(config)
             for index, layer_moments in moments.items():
                 layers[index] = RecordingLayer(layer_moments, second_pass)
-            model.base_model(
+            compat.without_head(model)(
                 input_ids=ids.to(model.device), use_cache=True, **{compat.CACHE_ARGUMENT: Cache(layers=layers)}
             )
-            unseen = [index for index in moments if layers[index].seen != ids.shape[1]]
+            # More than once where later layers attend to the same keys, too: their queries count like its own.
+            unseen = [index for index in moments if layers[index].seen < ids.shape[1]]
             if unseen:
                 raise UnsupportedModelError(
                     f"the attention code of {config.model_type} hides its queries from the cache in layers {unseen}: "

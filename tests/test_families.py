@@ -7,9 +7,11 @@ import torch
 import transformers
 from test_static import Counting
 from tiny_models import EAGER_ONLY, ENCODER_DECODER, FAMILIES, VISION, inputs, prompt, tiny_config, tiny_model
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from oscar_hf import CacheStateError, OscarCache, UnsupportedModelError, compat
+from oscar_hf import CacheStateError, OscarCache, OscarConfig, UnsupportedModelError, compat, evaluate
+from oscar_hf.calibrate import artifact_from_moments
+from oscar_hf.moments import gather
 
 WINDOWS = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
 PADS = ((), (0, 13))
@@ -97,6 +99,31 @@ def test_decode_step_compiles(family, graphs):
         cache = OscarCache(model.config, max_cache_len=64, **WINDOWS)
         check_equal(generate(model, arguments[pads], cache, **counting.options), results[pads])
     assert counting.graphs == graphs and not counting.breaks
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_evaluation_judges_the_models_own_logits(family):
+    scaling = {"final_logit_softcapping": 5.0} if family.startswith("gemma") else {}
+    scaling = {"lm_head_multiplier": 0.5} if family == "falcon_h1" else scaling
+    model = tiny_model(family, "eager", **scaling)
+    ids, _ = prompt(1, 20)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits[0].float().log_softmax(-1)
+        hidden = evaluate._hidden_states(model, ids, Cache(layers=compat.native_layers(model.config)))
+        torch.testing.assert_close(evaluate._log_probabilities(model, hidden), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family, attn", [("gemma4", "sdpa"), ("gemma3n", "eager")])
+def test_queries_of_layers_that_share_keys_are_calibrated(family, attn):
+    model = tiny_model(family, attn)
+    moments = gather(model, [prompt(1, 40)[0]], 4, True, lambda: None)
+    artifact = artifact_from_moments(model, moments, OscarConfig.from_recipe("default"))
+    assert sorted(artifact.layers) == PACKED[family]
+    # The last packed layer is read by one more.
+    queries = {layer: m.queries for layer, m in moments.items()}
+    assert queries[PACKED[family][-1]] == 2 * (queries[0] if len(queries) > 1 else 40 * 2)
+    cache = OscarCache(artifact=artifact, sink_tokens=4, recent_tokens=8)
+    assert generate(model, inputs(family, 2, LENGTH, PADS[1]), cache).sequences.shape == (2, LENGTH + NEW)
 
 
 def encoder_decoder(family, attn):
