@@ -86,7 +86,8 @@ class OscarCache(Cache):
         layers = [packed(index) if compat.is_plain_attention(layer) else layer for index, layer in enumerate(layers)]
         if not any(isinstance(layer, OscarLayer) for layer in layers):
             warnings.warn(
-                f"oscar_hf: {getattr(config, 'model_type', 'this model')} has no full-attention layer, so nothing is quantized",
+                f"oscar_hf: {getattr(config, 'model_type', 'this model')} has no layer that is full attention alone, so nothing "
+                "is quantized",
                 stacklevel=2,
             )
         self._blank = {}

@@ -136,7 +136,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(name: str, *, revision=None, gguf_file=None, device=None, dtype="auto"):
-    """Model (eval mode, sdpa attention) and tokenizer; failures to load become an OscarError with the reason.
+    """Model (eval mode) and tokenizer; failures to load become an OscarError with the reason.
 
     dtype auto: float32 on a CPU, most of which emulate bfloat16 slowly, else bfloat16.
     """
@@ -149,9 +149,8 @@ def load_model(name: str, *, revision=None, gguf_file=None, device=None, dtype="
     options = {"revision": revision} | ({"gguf_file": gguf_file} if gguf_file else {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=getattr(torch, dtype), attn_implementation="sdpa", **options
-        )
+        # No attention is asked for: transformers takes sdpa, or eager for the families that have no other (GPT-OSS).
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **options)
         return model.to(device).eval(), tokenizer
     except (OSError, ValueError, RuntimeError, ImportError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

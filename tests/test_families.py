@@ -5,12 +5,14 @@ import functools
 import pytest
 import torch
 import transformers
+from test_calibrate import tokenizer
 from test_static import Counting
 from tiny_models import EAGER_ONLY, ENCODER_DECODER, FAMILIES, VISION, inputs, prompt, tiny_config, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from oscar_hf import CacheStateError, OscarCache, OscarConfig, UnsupportedModelError, compat, evaluate
 from oscar_hf.calibrate import artifact_from_moments
+from oscar_hf.cli import load_model
 from oscar_hf.moments import gather
 
 WINDOWS = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
@@ -124,6 +126,14 @@ def test_queries_of_layers_that_share_keys_are_calibrated(family, attn):
     assert queries[PACKED[family][-1]] == 2 * (queries[0] if len(queries) > 1 else 40 * 2)
     cache = OscarCache(artifact=artifact, sink_tokens=4, recent_tokens=8)
     assert generate(model, inputs(family, 2, LENGTH, PADS[1]), cache).sequences.shape == (2, LENGTH + NEW)
+
+
+def test_command_line_loads_a_family_without_sdpa(tmp_path):
+    model = tiny_model("gpt_oss", "eager")
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    loaded, _ = load_model(str(tmp_path), device="cpu")
+    assert loaded.config._attn_implementation == "eager"
 
 
 def encoder_decoder(family, attn):
