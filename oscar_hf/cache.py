@@ -271,7 +271,7 @@ class OscarCache(Cache):
         for layer in others:
             # Crop 0 lets a layer drop what it recorded for a rollback; those that record nothing know no crop.
             if tokens_to_remove or getattr(layer, "record_past", False):
-                layer.crop(tokens_to_remove)
+                native.crop(layer, tokens_to_remove)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` of the batch (integers, or a bool mask)."""

@@ -4,7 +4,7 @@ import copy
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticLayer
 
 from .errors import CacheStateError
 from .memory import tensors_of
@@ -54,7 +54,8 @@ def check_croppable(index: int, layer) -> None:
             f"{name} holds a recurrent state, from which no token can be removed: nothing was cropped; copy the cache before "
             "the tokens that may have to go (copy.deepcopy)"
         )
-    if not hasattr(layer, "crop"):
+    # Since 5.24 static layers have a crop; that of a sliding one is right only where the window holds the whole sequence.
+    if not hasattr(layer, "crop") or (isinstance(layer, StaticLayer) and not layer.is_croppable):
         raise CacheStateError(
             f"{name} of this static cache cannot be cropped, and nothing was: use a growing cache (leave max_cache_len out)"
         )
@@ -66,3 +67,10 @@ def check_croppable(index: int, layer) -> None:
             f"{name} keeps the last {window} tokens only, so none can be taken back, and nothing was cropped: call "
             "cache.activate_past_recording() before the tokens that may have to go, as assisted decoding does"
         )
+
+
+def crop(layer, tokens_to_remove: int) -> None:
+    """Remove the last -tokens_to_remove tokens, all of them if there are fewer: static layers would count below zero."""
+    if tokens_to_remove < 0 and isinstance(layer, CacheLayerMixin):
+        tokens_to_remove = max(tokens_to_remove, -int(layer.get_seq_length()))
+    layer.crop(tokens_to_remove)

@@ -346,7 +346,7 @@ def _check_record(where: str, layer: OscarLayer, record: dict) -> None:
     sound = starts is None or (_is_list(starts, int) and len(starts) == record["batch_size"] and any(starts))
     if (
         not sound
-        or any(not 0 <= start <= tokens for start in starts or ())
+        or any(not 0 <= start < _MAX_COUNT for start in starts or ())
         or record.get("starts_known") not in (True, False)
     ):
         raise CacheStateError(f"{where}: starts {starts!r} are not one slot per row of the batch: save the cache again")

@@ -165,8 +165,10 @@ class StaticOscarLayer(OscarLayer):
 
     def _write_starts(self) -> None:
         """Bring `start_slots`, which the kernels read, up to what the layer has learnt."""
-        if self.start_slots is not None:
-            starts = self.starts or [0] * self.start_slots.shape[0]
+        rows = 0 if self.start_slots is None else self.start_slots.shape[0]
+        starts = self.starts or [0] * rows
+        # Padding that was stated for a batch of another size waits for buffers of that size.
+        if rows and len(starts) == rows:
             self.start_slots.copy_(torch.tensor(starts, dtype=torch.int32))
 
     # -------------------------------------------------------------------------------------------------- update
@@ -214,8 +216,7 @@ class StaticOscarLayer(OscarLayer):
     def set_starts(self, starts: list[int]) -> None:
         """State where each row begins, before the first update."""
         super().set_starts(starts)
-        if self.start_slots is not None and len(starts) == self.start_slots.shape[0]:
-            self._write_starts()
+        self._write_starts()
 
     def adopt(self, tokens: int, history: int, starts: list[int] | None, starts_known: bool) -> None:
         """Count tokens that were written to the buffers from outside: a saved cache."""
@@ -297,7 +298,14 @@ class StepView:
         scale = shape[3] ** -0.5 if scale is None else scale
         facts = layer.step_mask.facts_of(layer, mask, self.new_tokens)
         output = torch.ops.oscar_hf.attend(
-            query, *layer._packed(), layer.start_slots, *layer._attend_constants, mask, facts, scale, layer.max_cache_len
+            query,
+            *layer._packed(),
+            layer.start_slots,
+            *layer._attend_constants,
+            mask,
+            facts,
+            scale,
+            layer.max_cache_len,
         )
         return output.reshape(*shape[:3], -1) if packed_group else output
 

@@ -190,6 +190,24 @@ def test_crop_of_a_hybrid_is_whole_or_refused():
 RECURRENT, STATIC = "recurrent state", "static cache cannot be cropped"
 
 
+def test_crop_of_a_static_hybrid_whose_window_holds_everything():
+    """Since transformers 5.24; before, static layers cannot be cropped at all."""
+    model = tiny_model("gemma3")
+    cache, fresh = (OscarCache(model.config, max_cache_len=24, **SMALL) for _ in range(2))
+    if not hasattr(cache.layers[0], "crop"):
+        pytest.skip("static layers have no crop in this version of transformers")
+    ids = prompt(1, 20)[0]
+    forward(model, cache, ids)
+    cache.crop(-6)
+    forward(model, fresh, ids[:, :14])
+    assert int(cache.layers[0].get_seq_length()) == 14
+    torch.testing.assert_close(
+        forward(model, cache, ids[:, :1]), forward(model, fresh, ids[:, :1]), atol=1e-5, rtol=1e-4
+    )
+    cache.crop(-500)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [0] * 3
+
+
 @pytest.mark.parametrize(
     "family, static, message",
     [("qwen3_next", False, RECURRENT), ("qwen3_next", True, RECURRENT), ("gemma3", True, STATIC)],
@@ -224,3 +242,21 @@ def test_empty_caches_take_every_operation():
         cache.batch_repeat_interleave(2)
         cache.commit()
         assert cache.get_seq_length() == 0 and not cache.is_initialized
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_padding_stated_for_another_batch_survives_operations_on_the_empty_cache(static):
+    model = tiny_model("llama")
+    options = dict(SMALL, max_cache_len=128) if static else SMALL
+    used, fresh = OscarCache(model.config, **options), OscarCache(model.config, **options)
+    forward(model, used, prompt(2, 30)[0])
+    used.reset()
+    ids, mask = prompt(3, 50, (0, 7, 20))
+    for cache in (used, fresh):
+        cache.set_padding(mask)
+    used.crop(0)
+    used.reorder_cache(torch.tensor([0, 1]))
+    assert torch.equal(forward(model, used, ids, mask), forward(model, fresh, ids, mask))
+    mask = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
+    assert torch.equal(forward(model, used, ids[:, :1], mask), forward(model, fresh, ids[:, :1], mask))
+    assert used.layers[0].starts == [0, 7, 20]

@@ -87,6 +87,8 @@ class Twin:
     def crop(self, count):
         self.commit()
         keep = max(self.total - count, 0)
+        if keep == self.total:
+            return
         if keep == 0:
             return self.reset()
         self.rows = {kind: rows[:, :, :keep] for kind, rows in self.rows.items()}
