@@ -1112,7 +1112,7 @@ def _choose(query: Tensor, store: DecodeStore) -> Tuning:
     if on_cpu:
         merge = dict(merge_columns=min(4, columns), merge_parts=16, merge_slice=head_dim // 2)
     elif by16:
-        merge = dict(merge_columns=columns, merge_parts=512 // head_dim, merge_slice=32, merge_rows=rows)
+        merge = dict(merge_columns=columns, merge_parts=max(2, 256 // head_dim), merge_slice=32, merge_rows=rows)
     elif splits > 32 and batch * heads * new <= sms:
         merge = dict(merge_columns=1, merge_parts=min(128, 16384 // head_dim), merge_slice=32)
     else:
