@@ -310,7 +310,8 @@ class OscarLayer(CacheLayerMixin):
 
     def _check_padding_stays_hidden(self, mask: Tensor) -> None:
         """Refuse a mask that shows slots which an earlier mask hid from every query: nothing was kept of them."""
-        first = min(max(self.starts), self.sink)
+        # Stated padding may reach beyond the tokens held so far.
+        first = min(max(self.starts), self.sink, mask.shape[-1])
         slots = torch.arange(first, device=mask.device)
         dropped = slots < self.row_starts().to(mask.device)[:, None]
         if bool((visible(mask[..., :first]).flatten(1, 2).any(1) & dropped).any()):

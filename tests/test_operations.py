@@ -260,3 +260,21 @@ def test_padding_stated_for_another_batch_survives_operations_on_the_empty_cache
     mask = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
     assert torch.equal(forward(model, used, ids[:, :1], mask), forward(model, fresh, ids[:, :1], mask))
     assert used.layers[0].starts == [0, 7, 20]
+
+
+def test_stated_padding_beyond_the_first_call():
+    """A prompt in chunks of which the first is shorter than a row's padding."""
+    model = tiny_model("llama")
+    ids, mask = prompt(2, 60, (0, 9))
+    whole, chunks = OscarCache(model.config, **SMALL), OscarCache(model.config, **SMALL)
+    for cache in (whole, chunks):
+        cache.set_padding(mask)
+    forward(model, whole, ids, mask)
+    forward(model, chunks, ids[:, :3], mask[:, :3])
+    forward(model, chunks, ids[:, 3:], mask)
+    assert chunks.layers[0].starts == whole.layers[0].starts == [0, 9]
+    for cache in (whole, chunks):
+        cache.commit()
+    step = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
+    got, expected = (forward(model, cache, ids[:, :1], step) for cache in (chunks, whole))
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
