@@ -1,12 +1,16 @@
 """The calibrated tensors of one layer: transforms, their inverses, key mean, error metric."""
 
 import functools
+import math
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from .rotation import hadamard
+
+# Order of the constants in a flat buffer; matrices first, whose sizes keep what follows aligned.
+FLAT_ORDER = ("key_transform", "key_query", "value_transform", "value_inverse", "key_metric", "key_mean")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +47,50 @@ class LayerConstants:
 
     @functools.cached_property
     def key_query(self) -> Tensor:
-        """A^-T, what queries are multiplied by; contiguous on a GPU, where kernels read it."""
-        return self.key_inverse.mT if self.key_inverse.device.type == "cpu" else self.key_inverse.mT.contiguous()
+        """A^-T, what queries are multiplied by; contiguous on a GPU, where it lies in the flat buffer."""
+        return self.key_inverse.mT
+
+    @functools.cached_property
+    def flat(self) -> tuple[Tensor, str]:
+        """All constants as one float32 buffer, and the kind of each in FLAT_ORDER: "-" absent, "s" shared by the heads, "h" one
+        per head."""
+        named = [(name, getattr(self, name)) for name in FLAT_ORDER]
+        kinds = "".join(
+            "-" if tensor is None else "s" if tensor.dim() == 2 and name != "key_mean" else "h"
+            for name, tensor in named
+        )
+        return torch.cat([tensor.reshape(-1) for _, tensor in named if tensor is not None]), kinds
+
+    @classmethod
+    def from_flat(cls, flat: Tensor, kinds: str, heads: int, key_dim: int, value_dim: int) -> "LayerConstants":
+        """Constants that are views of what `flat` gave."""
+        found, at = dict.fromkeys(FLAT_ORDER), 0
+        for name, kind in zip(FLAT_ORDER, kinds):
+            if kind == "-":
+                continue
+            dim = value_dim if name.startswith("value") else key_dim
+            shape = (heads, dim) if name == "key_mean" else (dim, dim) if kind == "s" else (heads, dim, dim)
+            found[name] = flat[at : at + math.prod(shape)].view(shape)
+            at += math.prod(shape)
+        query = found.pop("key_query")
+        constants = cls(key_inverse=query.mT, **found)
+        # Contiguous as it is, where key_query would make a copy.
+        vars(constants)["key_query"] = query
+        return constants
+
+    def in_one_buffer(self) -> "LayerConstants":
+        """The same constants as views of one buffer, their `flat`."""
+        flat, kinds = self.flat
+        heads = next((t.shape[0] for n, t in self.tensors().items() if n == "key_mean" or t.dim() == 3), 1)
+        constants = LayerConstants.from_flat(flat, kinds, heads, self.key_dim, self.value_dim)
+        vars(constants)["flat"] = (flat, kinds)
+        return constants
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, what they share counted once."""
-        tensors = [*self.tensors().values(), *([self.key_query] if "key_query" in vars(self) else [])]
+        cached = [vars(self)["key_query"]] if "key_query" in vars(self) else []
+        tensors = [*self.tensors().values(), *cached, *([self.flat[0]] if "flat" in vars(self) else [])]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -59,10 +100,8 @@ class LayerConstants:
 
     def to(self, device: torch.device) -> "LayerConstants":
         """The same constants on another device; on the CPU an inverse may stay a view of its transform."""
-        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
-        if torch.device(device).type != "cpu":
-            moved = {name: tensor.contiguous() for name, tensor in moved.items()}
-        return LayerConstants(**moved)
+        moved = LayerConstants(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
+        return moved if torch.device(device).type == "cpu" else moved.in_one_buffer()
 
     def __deepcopy__(self, memo):
         # Constants never change and belong to the model, not to a sequence: copies of a cache share them.

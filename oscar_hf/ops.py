@@ -1,69 +1,56 @@
-"""The two things that a compiled decode step does to a static layer, and its dense view, as operators of torch.
+"""The two things that a decode step does to a static layer, and its dense view: as functions, and as operators of torch.
 
-Registered with torch.library.Library, whose calls cost a few microseconds: the tenth of a custom_op's. Lengths are read on
-the device, so that nothing in a captured graph depends on them. Arguments are a layer's tensors one by one, because torch
-must know which of them an operator changes.
+Lengths are read on the device, so that nothing in a captured graph depends on them. The operators are for compiled models:
+they take a layer as two flat buffers and a text (`static_storage.Layout`), and are registered with torch.library.Library,
+whose calls cost a tenth of a custom_op's.
 """
-
-import functools
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from .constants import LayerConstants
 from .errors import CacheStateError
 from .kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts
 from .kernels.dequantize import dequantize_rows
 from .kernels.launch import can_launch
 from .kernels.step import HISTORY, LENGTH, OVERFLOW, Side, place_problem, place_tokens_reference, place_tokens_triton
 from .packed import PackedRows
-from .quantizer import ScaleRule
+from .static_storage import Layout, StoredTensors
 
 _LIBRARY = torch.library.Library("oscar_hf", "DEF")
-_PACKED = (
-    "Tensor{0} k_codes, Tensor{1} k_scale, Tensor{2}? k_min, Tensor{3} v_codes, Tensor{4} v_scale, Tensor{5}? v_min, "
-    "Tensor{6} sink_k, Tensor{7} sink_v, Tensor{8} ring_k, Tensor{9} ring_v, Tensor{10} counters, Tensor start"
-)
-_READ = _PACKED.format(*[""] * 11)
-_WRITTEN = _PACKED.format(*[f"({letter}!)" for letter in "abcdefghijk"])
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-
-_LIBRARY.define(
-    f"place({_WRITTEN}, Tensor? key_transform, Tensor? key_mean, Tensor? key_metric, Tensor? value_transform, "
-    "Tensor keys, Tensor values, int recent, int limit, str key_rule, str value_rule) -> ()",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    f"attend(Tensor query, {_READ}, Tensor? key_query, Tensor? key_mean, Tensor? value_inverse, Tensor? key_inverse, "
-    "Tensor? mask, Tensor? facts, float scale, int limit) -> Tensor",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    f"dense({_READ}, Tensor? inverse, Tensor? mean, bool keys, int limit) -> Tensor",
-    tags=_TAGS,
-)
-_LIBRARY.define("mask_facts(Tensor mask, Tensor counters, int new_tokens) -> Tensor", tags=_TAGS)
-_rule = functools.lru_cache(ScaleRule.parse)
+for _schema in (
+    "place(Tensor(a!) storage, Tensor constants, Tensor keys, Tensor values, str spec) -> ()",
+    "attend(Tensor query, Tensor storage, Tensor constants, Tensor? mask, Tensor? facts, float scale, str spec) -> Tensor",
+    "dense(Tensor storage, Tensor constants, bool keys, str spec) -> Tensor",
+    "mask_facts(Tensor mask, Tensor storage, int new_tokens, str spec) -> Tensor",
+):
+    _LIBRARY.define(_schema, tags=_TAGS)
 
 
-def _place(
-    k_codes, k_scale, k_min, v_codes, v_scale, v_min, sink_k, sink_v, ring_k, ring_v, counters, start,
-    key_transform, key_mean, key_metric, value_transform, keys, values, recent, limit, key_rule, value_rule,
-):  # fmt: skip
-    """Place new tokens [B, H, M, D]: `kernels.step.place_tokens_reference` on a static layer's tensors."""
-    key_rows = PackedRows.of(k_codes, k_scale, k_min, sink_k.shape[3])
-    value_rows = PackedRows.of(v_codes, v_scale, v_min, sink_v.shape[3])
-    key_side = Side(key_rows, sink_k, ring_k, _rule(key_rule), key_transform, key_mean, key_metric)
-    value_side = Side(value_rows, sink_v, ring_v, _rule(value_rule), value_transform)
+def place(stored: StoredTensors, constants: LayerConstants, layout: Layout, keys: Tensor, values: Tensor) -> None:
+    """Place new tokens [B, H, M, D]: `kernels.step.place_tokens_reference` on what a static layer stores."""
+    key_side = Side(
+        PackedRows.of(stored.k_codes, stored.k_scale, stored.k_min, layout.key_dim), stored.sink_k, stored.ring_k,
+        layout.key_rule, None if layout.key_is_identity else constants.key_transform, constants.key_mean,
+        constants.key_metric,
+    )  # fmt: skip
+    value_side = Side(
+        PackedRows.of(stored.v_codes, stored.v_scale, stored.v_min, layout.value_dim), stored.sink_v, stored.ring_v,
+        layout.value_rule, None if layout.value_is_identity else constants.value_transform,
+    )  # fmt: skip
+    arguments = (key_side, value_side, keys, values, stored.counters, layout.recent, stored.start, layout.limit)
     if not place_problem(key_side, value_side):
-        place_tokens_triton(key_side, value_side, keys, values, counters, recent, start, limit)
+        place_tokens_triton(*arguments)
         return
     if keys.is_cuda:
-        _place_on_device(key_side, value_side, keys, values, counters, recent, start, limit)
+        _place_on_device(*arguments)
         return
-    place_tokens_reference(key_side, value_side, keys, values, counters, recent, start, limit)
-    if counters[OVERFLOW]:
-        counters[OVERFLOW] = 0
-        raise CacheStateError(overflow_message(int(counters[LENGTH]), keys.shape[2], limit))
+    place_tokens_reference(*arguments)
+    if stored.counters[OVERFLOW]:
+        stored.counters[OVERFLOW] = 0
+        raise CacheStateError(overflow_message(int(stored.counters[LENGTH]), keys.shape[2], layout.limit))
 
 
 def _place_on_device(*arguments):
@@ -84,28 +71,23 @@ def overflow_message(held: int, new: int, limit: int) -> str:
     )
 
 
-def _store(packed, start, key_query=None, value_inverse=None, key_mean=None) -> DecodeStore:
-    k_codes, k_scale, k_min, v_codes, v_scale, v_min, sink_k, sink_v, ring_k, ring_v, counters = packed
-    return DecodeStore(
-        k_codes=k_codes, k_scale=k_scale, k_min=k_min, v_codes=v_codes, v_scale=v_scale, v_min=v_min,
-        sink_k=sink_k, sink_v=sink_v, ring_k=ring_k, ring_v=ring_v,
-        length=counters[LENGTH : LENGTH + 1], history=counters[HISTORY : HISTORY + 1],
-        key_query=key_query, value_inverse=value_inverse, key_mean=key_mean, start=start,
-    )  # fmt: skip
-
-
-def _attend(
-    query, k_codes, k_scale, k_min, v_codes, v_scale, v_min, sink_k, sink_v, ring_k, ring_v, counters, start,
-    key_query, key_mean, value_inverse, key_inverse, mask, facts, scale, limit,
-):  # fmt: skip
+def attend(
+    stored: StoredTensors, constants: LayerConstants, layout: Layout, query: Tensor, mask: Tensor | None,
+    facts: Tensor | None, scale: float,
+) -> Tensor:  # fmt: skip
     """Attention of the last M tokens, [B, Hq, M, D] to [B, Hq, M, Dv] in the query's dtype, causal among them."""
-    packed = (k_codes, k_scale, k_min, v_codes, v_scale, v_min, sink_k, sink_v, ring_k, ring_v, counters)
-    if can_launch(query.device)[0] and query.dtype == sink_k.dtype:
-        store = _store(packed, start, key_query, value_inverse, key_mean)
+    if can_launch(query.device)[0] and query.dtype == stored.sink_k.dtype:
+        store = DecodeStore(
+            *stored[:10],
+            length=stored.counters[LENGTH : LENGTH + 1], history=stored.counters[HISTORY : HISTORY + 1],
+            key_query=None if layout.key_is_identity else constants.key_query,
+            value_inverse=None if layout.value_is_identity else constants.value_inverse,
+            key_mean=constants.key_mean, start=stored.start,
+        )  # fmt: skip
         if not decode_problem(query, store):
             return decode_attention(query, store, mask=mask, mask_facts=facts, scale=scale)
-    keys = _dense(*packed, start, key_inverse, key_mean, True, limit).to(query.dtype)
-    values = _dense(*packed, start, value_inverse, None, False, limit).to(query.dtype)
+    limit, counters, start = layout.limit, stored.counters, stored.start
+    keys, values = (dense(stored, constants, layout, is_key).to(query.dtype) for is_key in (True, False))
     slots, new = torch.arange(limit, device=query.device), query.shape[2]
     newest = counters[LENGTH] - new + torch.arange(new, device=query.device)
     keep = (slots <= newest[:, None])[None, None] & (slots >= start[:, None])[:, None, None]
@@ -120,56 +102,81 @@ def _attend(
     return torch.where(keep.any(-1, keepdim=True), output, 0).contiguous()
 
 
-def _mask_facts(mask, counters, new_tokens):
-    """int32 [B, 2]: see `kernels.decode.mask_facts`."""
-    return mask_facts(mask, counters[LENGTH : LENGTH + 1], new_tokens)
-
-
-def _dense(
-    k_codes, k_scale, k_min, v_codes, v_scale, v_min, sink_k, sink_v, ring_k, ring_v, counters, start,
-    inverse, mean, keys, limit,
-):  # fmt: skip
+def dense(stored: StoredTensors, constants: LayerConstants, layout: Layout, keys: bool) -> Tensor:
     """All keys or all values, [B, H, limit, D] in the model's dtype; slots that hold no token are 0."""
-    sink, ring = (sink_k, ring_k) if keys else (sink_v, ring_v)
-    codes, scale, minimum = (k_codes, k_scale, k_min) if keys else (v_codes, v_scale, v_min)
+    counters, start, limit = stored.counters, stored.start, layout.limit
+    if keys:
+        sink, ring, packed = stored.sink_k, stored.ring_k, (stored.k_codes, stored.k_scale, stored.k_min)
+        inverse, mean = None if layout.key_is_identity else constants.key_inverse, constants.key_mean
+    else:
+        sink, ring, packed = stored.sink_v, stored.ring_v, (stored.v_codes, stored.v_scale, stored.v_min)
+        inverse, mean = None if layout.value_is_identity else constants.value_inverse, None
     heads, size, dim = sink.shape[1:]
-    rows = PackedRows.of(codes, scale, minimum, dim)
+    rows = PackedRows.of(*packed, dim)
     length, packed_end = counters[LENGTH], size + counters[HISTORY]
     slots = torch.arange(limit, device=sink.device)
     # Everything is computed for every slot and picked afterwards: no shape may depend on what the device counts.
-    dense = ring.index_select(2, (slots - size).clamp(min=0) % ring.shape[2])
+    found = ring.index_select(2, (slots - size).clamp(min=0) % ring.shape[2])
     count = min(rows.capacity, limit - size)
     if count > 0:
         history = dequantize_rows(rows, 0, count, inverse, mean, sink.dtype)
         is_history = (slots[size : size + count] < packed_end)[:, None]
-        dense[:, :, size : size + count] = torch.where(is_history, history, dense[:, :, size : size + count])
+        found[:, :, size : size + count] = torch.where(is_history, history, found[:, :, size : size + count])
     if size:
         entry = slots - start[:, None]
         exact = (entry >= 0) & (entry < size) & (slots < packed_end)
         index = entry.clamp(0, size - 1)[:, None, :, None].expand(-1, heads, -1, dim)
-        dense = torch.where(exact[:, None, :, None], sink.gather(2, index), dense)
+        found = torch.where(exact[:, None, :, None], sink.gather(2, index), found)
     seen = (slots < length) & (slots >= start[:, None])
-    return torch.where(seen[:, None, :, None], dense, 0)
+    return torch.where(seen[:, None, :, None], found, 0)
 
 
-def _fake_attend(query, *arguments):
+def facts_of(stored: StoredTensors, mask: Tensor, new_tokens: int) -> Tensor:
+    """int32 [B, 2]: see `kernels.decode.mask_facts`."""
+    return mask_facts(mask, stored.counters[LENGTH : LENGTH + 1], new_tokens)
+
+
+def _opened(storage: Tensor, constants: Tensor, spec: str) -> tuple[StoredTensors, LayerConstants, Layout]:
+    layout = Layout.parse(spec)
+    return layout.views(storage), layout.constant_views(constants), layout
+
+
+def _place(storage, constants, keys, values, spec):
+    place(*_opened(storage, constants, spec), keys, values)
+
+
+def _attend(query, storage, constants, mask, facts, scale, spec):
+    return attend(*_opened(storage, constants, spec), query, mask, facts, scale)
+
+
+def _dense(storage, constants, keys, spec):
+    return dense(*_opened(storage, constants, spec), keys)
+
+
+def _mask_facts(mask, storage, new_tokens, spec):
+    return facts_of(Layout.parse(spec).views(storage), mask, new_tokens)
+
+
+def _fake_attend(query, storage, constants, mask, facts, scale, spec):
     # Contiguous whatever the strides of the query, as the kernel returns it.
-    return query.new_empty((*query.shape[:3], arguments[7].shape[3]))
+    return query.new_empty((*query.shape[:3], Layout.parse(spec).value_dim))
 
 
-def _fake_dense(*arguments):
-    keys, limit = arguments[-2:]
-    sink = arguments[6 if keys else 7]
-    return sink.new_empty((*sink.shape[:2], limit, sink.shape[3]))
+def _fake_dense(storage, constants, keys, spec):
+    layout = Layout.parse(spec)
+    shape = (layout.batch, layout.heads, layout.limit, layout.key_dim if keys else layout.value_dim)
+    return storage.new_empty(shape, dtype=getattr(torch, layout.dtype_name))
 
 
-def _fake_mask_facts(mask, counters, new_tokens):
+def _fake_mask_facts(mask, storage, new_tokens, spec):
     return mask.new_empty((mask.shape[0], 2), dtype=torch.int32)
 
 
-for _name, _function in (("place", _place), ("attend", _attend), ("dense", _dense), ("mask_facts", _mask_facts)):
+for _name, _function, _fake in (
+    ("place", _place, lambda *arguments: None),
+    ("attend", _attend, _fake_attend),
+    ("dense", _dense, _fake_dense),
+    ("mask_facts", _mask_facts, _fake_mask_facts),
+):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-torch.library.register_fake("oscar_hf::place", lambda *arguments: None, lib=_LIBRARY)
-torch.library.register_fake("oscar_hf::attend", _fake_attend, lib=_LIBRARY)
-torch.library.register_fake("oscar_hf::dense", _fake_dense, lib=_LIBRARY)
-torch.library.register_fake("oscar_hf::mask_facts", _fake_mask_facts, lib=_LIBRARY)
+    torch.library.register_fake(f"oscar_hf::{_name}", _fake, lib=_LIBRARY)

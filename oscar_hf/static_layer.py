@@ -5,9 +5,13 @@ graph, and ask the device for the lengths. A step of up to MAX_NEW_TOKENS tokens
 no host number enters: the same graph serves every length, every second cache and every padding.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
+from . import ops
+from .attention import without_autocast
 from .errors import CacheStateError
 from .handle import OscarKV
 from .kernels.decode import MAX_NEW_TOKENS
@@ -15,6 +19,7 @@ from .kernels.step import COUNTERS, HISTORY, LENGTH, OVERFLOW
 from .layer import OscarLayer
 from .ops import overflow_message
 from .packed import PackedRows
+from .static_storage import Layout
 from .view import CallView
 
 _CAPACITY_ROUND = 64
@@ -35,7 +40,7 @@ class StepMask:
         if mask is None:
             return None
         if layer.layer_idx == self.first or self.mask is not mask:
-            self.mask, self.facts = mask, torch.ops.oscar_hf.mask_facts(mask, layer.counters, new_tokens)
+            self.mask, self.facts = mask, layer.mask_facts(mask, new_tokens)
         facts = self.facts
         if layer.layer_idx == self.last:
             self.mask = self.facts = None
@@ -53,7 +58,7 @@ class StaticOscarLayer(OscarLayer):
         self.max_cache_len, self.step_mask = max_cache_len, step_mask
         step_mask.first = layer_idx if step_mask.first is None else step_mask.first
         step_mask.last = layer_idx
-        # int32 [COUNTERS]: the lengths, see kernels/step.py.
+        # int32 [COUNTERS]: the lengths, see kernels/step.py. Inside of `storage` once there is one.
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32)
         self.start_slots: Tensor | None = None
         super().__init__(config, artifact, layer_idx, returns_dense)
@@ -100,68 +105,49 @@ class StaticOscarLayer(OscarLayer):
 
     # -------------------------------------------------------------------------------------------------- buffers
     def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
-        super()._allocate(key_states, value_states)
-        config, shape = self.config, (self.batch_size, self.kv_heads)
+        config = self.config
         capacity = max(self.max_cache_len - self.sink, 1)
-        capacity = -(-capacity // _CAPACITY_ROUND) * _CAPACITY_ROUND
-        self.key_rows, self.value_rows = (
-            PackedRows(*shape, dim, config.group_size_for(dim), symmetric, self.device, capacity)
-            for dim, symmetric in (
-                (key_states.shape[3], config.key_symmetric),
-                (value_states.shape[3], config.value_symmetric),
-            )
-        )
-        self.counters = self.counters.to(self.device)
-        self.start_slots = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
+        key_dim, value_dim = key_states.shape[3], value_states.shape[3]
+        self.flat_constants, kinds = self.constants.flat
+        self.layout = Layout(
+            batch=self.batch_size, heads=self.kv_heads, key_dim=key_dim, value_dim=value_dim, sink=self.sink,
+            ring=self.ring_size, recent=config.recent_tokens, capacity=-(-capacity // _CAPACITY_ROUND) * _CAPACITY_ROUND,
+            limit=self.max_cache_len, key_group=config.group_size_for(key_dim), value_group=config.group_size_for(value_dim),
+            key_symmetric=config.key_symmetric, value_symmetric=config.value_symmetric, key_rule_name=config.key_scale,
+            value_rule_name=config.value_scale, key_is_identity=config.key_transform == "identity",
+            value_is_identity=config.value_transform == "identity", dtype_name=str(self.dtype).removeprefix("torch."),
+            constants=kinds,
+        )  # fmt: skip
+        self._bind(self.layout.new_storage(self.device))
+
+    def _bind(self, storage: Tensor) -> None:
+        """Make a flat buffer the layer's own: every stored tensor is a view of it."""
+        self.storage, self.spec, stored = storage, self.layout.spec, self.layout.views(storage)
+        self.stored = stored
+        self.key_rows = PackedRows.of(stored.k_codes, stored.k_scale, stored.k_min, self.layout.key_dim)
+        self.value_rows = PackedRows.of(stored.v_codes, stored.v_scale, stored.v_min, self.layout.value_dim)
+        self.sink_keys, self.sink_values = stored.sink_k, stored.sink_v
+        self.ring_keys, self.ring_values = stored.ring_k, stored.ring_v
+        self.counters, self.start_slots = stored.counters, stored.start
         self._write_starts()
-        self._bind_constants()
-
-    def _bind_constants(self) -> None:
-        """The constants as the operators take them: plain attributes, which torch.compile follows easily."""
-        config, constants = self.config, self.constants
-        keys, values = self.sides()
-        self._place_constants = (keys.transform, keys.mean, keys.metric, values.transform)
-        self._attend_constants = (
-            None if config.key_transform == "identity" else constants.key_query,
-            constants.key_mean,
-            None if config.value_transform == "identity" else constants.value_inverse,
-            constants.key_inverse,
-        )
-        self._value_inverse = constants.value_inverse
-        self._fix_addresses()
-
-    def __getstate__(self):
-        # Constants are shared by copies of a layer; what refers to them is made anew.
-        bound = ("_place_constants", "_attend_constants", "_value_inverse")
-        return {name: value for name, value in super().__getstate__().items() if name not in bound}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        if self.is_initialized:
-            self._bind_constants()
-
-    def _fix_addresses(self) -> None:
-        """Tell torch.compile that these tensors stay where they are: without it every graph would copy them first."""
-        if torch.compiler.is_compiling():
-            return
-        fixed = [
-            *self._packed(),
-            self.start_slots,
-            *self._place_constants,
-            *self._attend_constants,
-            self._value_inverse,
-        ]
-        for tensor in fixed:
-            if tensor is not None:
+        if not torch.compiler.is_compiling():
+            # Without it every graph would copy the buffers first.
+            for tensor in (self.storage, self.flat_constants):
                 torch._dynamo.mark_static_address(tensor, guard=False)
 
-    def _packed(self) -> tuple:
-        """The stored tensors in the order of the operators' arguments."""
-        keys, values = self.key_rows, self.value_rows
-        return (
-            keys.codes, keys.scale, keys.min, values.codes, values.scale, values.min,
-            self.sink_keys, self.sink_values, self.ring_keys, self.ring_values, self.counters,
-        )  # fmt: skip
+    def __getstate__(self):
+        # Views are made anew, and constants are shared by copies of a layer.
+        made_anew = {
+            "stored", "key_rows", "value_rows", "sink_keys", "sink_values", "ring_keys", "ring_values", "start_slots",
+            "flat_constants", *(("counters",) if self.is_initialized else ()),
+        }  # fmt: skip
+        return {name: value for name, value in super().__getstate__().items() if name not in made_anew}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, start_slots=None)
+        if self.is_initialized:
+            self.flat_constants = self.constants.flat[0]
+            self._bind(self.storage)
 
     def _write_starts(self) -> None:
         """Bring `start_slots`, which the kernels read, up to what the layer has learnt."""
@@ -192,15 +178,37 @@ class StaticOscarLayer(OscarLayer):
         return PromptView(self, key_states, value_states, is_first)
 
     def _take_step(self, key_states: Tensor, value_states: Tensor):
-        torch.ops.oscar_hf.place(
-            *self._packed(), self.start_slots, *self._place_constants, key_states.detach(), value_states.detach(),
-            self.config.recent_tokens, self.max_cache_len, self.config.key_scale, self.config.value_scale,
-        )  # fmt: skip
+        keys, values = key_states.detach(), value_states.detach()
+        if torch.compiler.is_compiling():
+            torch.ops.oscar_hf.place(self.storage, self.flat_constants, keys, values, self.spec)
+        else:
+            with torch.no_grad(), without_autocast(self.device):
+                ops.place(self.stored, self.constants, self.layout, keys, values)
         view = StepView(self, key_states, value_states)
         if self.returns_dense:
             return view.dense("k"), view.dense("v")
         shape = (*key_states.shape[:2], self.max_cache_len)
         return OscarKV(view, "k", (*shape, key_states.shape[3])), OscarKV(view, "v", (*shape, value_states.shape[3]))
+
+    def mask_facts(self, mask: Tensor, new_tokens: int) -> Tensor:
+        """What a step's mask says, see `kernels.decode.mask_facts`."""
+        if torch.compiler.is_compiling():
+            return torch.ops.oscar_hf.mask_facts(mask, self.storage, new_tokens, self.spec)
+        return ops.facts_of(self.stored, mask, new_tokens)
+
+    def attend(self, query: Tensor, mask: Tensor | None, facts: Tensor | None, scale: float) -> Tensor:
+        """Attention of a step's tokens, [B, Hq, M, D] to [B, Hq, M, Dv]."""
+        if torch.compiler.is_compiling():
+            return torch.ops.oscar_hf.attend(query, self.storage, self.flat_constants, mask, facts, scale, self.spec)
+        with without_autocast(self.device):
+            return ops.attend(self.stored, self.constants, self.layout, query, mask, facts, scale)
+
+    def dense_slots(self, is_key: bool) -> Tensor:
+        """All slots of keys or of values, [B, H, max_cache_len, D]; those without a token are 0."""
+        if torch.compiler.is_compiling():
+            return torch.ops.oscar_hf.dense(self.storage, self.flat_constants, is_key, self.spec)
+        with torch.no_grad(), without_autocast(self.device):
+            return ops.dense(self.stored, self.constants, self.layout, is_key)
 
     def commit(self) -> None:
         """Place the tokens of the latest call if they are still waiting; idempotent."""
@@ -233,16 +241,17 @@ class StaticOscarLayer(OscarLayer):
     # -------------------------------------------------------------------------------------------------- operations
     @torch.inference_mode(False)
     def _map(self, function) -> None:
-        def into_place(tensor: Tensor) -> Tensor:
-            mapped = function(tensor)
-            # Same shape, same place: a captured graph knows these addresses.
-            return tensor.copy_(mapped) if (mapped.shape, mapped.device) == (tensor.shape, tensor.device) else mapped
-
-        super()._map(into_place)
-        batch = self.sink_keys.shape[0]
-        if batch != self.start_slots.shape[0]:
-            self.start_slots = self.start_slots.new_zeros(batch)
-        self._fix_addresses()
+        example = function(self.sink_keys)
+        old, counters = self.stored[:10], self.counters.clone()
+        if (example.shape, example.device) != (self.sink_keys.shape, self.sink_keys.device):
+            self.layout = dataclasses.replace(self.layout, batch=example.shape[0])
+            self.start_slots = None
+            self._bind(self.layout.new_storage(example.device))
+            self.counters.copy_(counters)
+        # Same shape, same place: a captured graph knows these addresses.
+        for before, after in zip(old, self.stored):
+            if before is not None:
+                after.copy_(function(before))
 
     def _select(self, function, rows) -> None:
         super()._select(function, rows)
@@ -297,16 +306,7 @@ class StepView:
             query = query.reshape(shape[0], shape[1] * shape[2], 1, shape[3])
         scale = shape[3] ** -0.5 if scale is None else scale
         facts = layer.step_mask.facts_of(layer, mask, self.new_tokens)
-        output = torch.ops.oscar_hf.attend(
-            query,
-            *layer._packed(),
-            layer.start_slots,
-            *layer._attend_constants,
-            mask,
-            facts,
-            scale,
-            layer.max_cache_len,
-        )
+        output = layer.attend(query, mask, facts, scale)
         return output.reshape(*shape[:3], -1) if packed_group else output
 
     def scores(self, query: Tensor) -> Tensor:
@@ -324,13 +324,7 @@ class StepView:
     def dense(self, kind: str) -> Tensor:
         """Dense keys ("k") or values ("v"), [B, H, max_cache_len, D]; slots without a token are 0."""
         layer, is_key = self.layer, kind == "k"
-        inverse, mean = (
-            (layer._attend_constants[3], layer._attend_constants[1]) if is_key else (layer._value_inverse, None)
-        )
-        dense = torch.ops.oscar_hf.dense(
-            *layer._packed(), layer.start_slots, inverse, mean, is_key, layer.max_cache_len
-        )
-        dense = dense.to(self.dtype)
+        dense = layer.dense_slots(is_key).to(self.dtype)
         if self.live is None:
             return dense
         slots = layer.counters[LENGTH].long() - self.new_tokens + torch.arange(self.new_tokens, device=dense.device)

@@ -189,10 +189,10 @@ def test_batch_operations_keep_the_buffers_in_place():
     with torch.no_grad():
         for cache in caches:
             model(ids, attention_mask=mask, past_key_values=cache)
-        where = [t.data_ptr() for t in caches[1].layers[0]._packed()]
+        where = caches[1].layers[0].storage.data_ptr()
         for cache in caches:
             cache.reorder_cache(torch.tensor([2, 0, 0]))
-        assert where == [t.data_ptr() for t in caches[1].layers[0]._packed()]
+        assert where == caches[1].layers[0].storage.data_ptr()
         mask = torch.cat([mask[[2, 0, 0]], torch.ones(3, 1, dtype=mask.dtype)], 1)
         step = [model(ids[:, :1], attention_mask=mask, past_key_values=cache).logits for cache in caches]
         torch.testing.assert_close(*step, atol=1e-4, rtol=1e-4)
@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_overwritten():
         model(ids[:, :1], past_key_values=expected)
         with pytest.raises(CacheStateError, match="max_cache_len=61 tokens, holds 61"):
             model(ids[:, :1], past_key_values=cache)
-        for new, old in zip(cache.layers[0]._packed(), expected.layers[0]._packed()):
+        for new, old in zip(cache.layers[0].stored, expected.layers[0].stored):
             assert torch.equal(new, old)
 
 
