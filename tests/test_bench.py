@@ -334,7 +334,7 @@ def test_rows_are_chosen_by_number_range_and_name():
     assert choose_rows(["2"]) == [ROWS[1]]
     assert choose_rows(["1-4"]) == ROWS[:4]
     assert choose_rows(["4", "1-2", "1"]) == [ROWS[3], ROWS[0], ROWS[1]]
-    assert choose_rows(["d 64"]) == [ROWS[4]] and choose_rows(["8 x 102400"]) == [ROWS[2]]
+    assert choose_rows(["d 64"]) == [ROWS[4]] and choose_rows(["8 x 102400"]) == [ROWS[2], ROWS[-1]]
     for wrong in ("0", "99", "x-y", "D 512"):
         with pytest.raises(OscarError, match="names no row"):
             choose_rows([wrong])

@@ -21,7 +21,11 @@ SINK, RECENT = 64, 256
 
 @dataclass(frozen=True)
 class Row:
-    """One shape of the table: batch, tokens, query heads, KV heads, head dim, group size."""
+    """One shape of the table: batch, tokens, query heads, KV heads, head dim, group size.
+
+    capacity: packed tokens that a static cache has room for, its lengths on the device; 0 for a growing cache. folded: the
+    value rotation is folded into the model (`fold_value_rotation`).
+    """
 
     batch: int
     tokens: int
@@ -29,12 +33,15 @@ class Row:
     kv_heads: int = 8
     head_dim: int = 128
     group_size: int = 128
+    capacity: int = 0
+    folded: bool = False
 
     @property
     def name(self) -> str:
         """Short name for the table."""
         heads = f"Hq {self.query_heads}, Hkv {self.kv_heads}, D {self.head_dim}, G {self.group_size}"
-        return f"{self.batch} x {self.tokens}, {heads}"
+        room = f", room for {self.capacity}" if self.capacity else ""
+        return f"{self.batch} x {self.tokens}, {heads}{room}{', folded values' if self.folded else ''}"
 
 
 ROWS = [
@@ -47,6 +54,11 @@ ROWS = [
     Row(8, 32768, 40, 8),
     Row(8, 32768, 96, 8),
     Row(8, 32768, group_size=64),
+    # A static cache must not pay for the room that it does not use.
+    Row(1, 4096, capacity=8192),
+    Row(1, 4096, capacity=131072),
+    Row(1, 32768, folded=True),
+    Row(8, 102400, folded=True),
 ]
 
 
@@ -83,7 +95,8 @@ def random_store(row: Row, seed: int) -> tuple[torch.Tensor, DecodeStore]:
         return torch.randn(*shape, device="cuda", dtype=dtype, generator=generator)
 
     def rows():
-        packed = PackedRows(row.batch, row.kv_heads, dim, row.group_size, False, "cuda", -(-history // 64) * 64)
+        capacity = row.capacity or -(-history // 64) * 64
+        packed = PackedRows(row.batch, row.kv_heads, dim, row.group_size, False, "cuda", capacity)
         packed.codes.random_(-(1 << 15), (1 << 15) - 1, generator=generator)
         packed.scale.copy_(torch.rand(packed.scale.shape, device="cuda", generator=generator) * 0.6 + 0.5)
         packed.min.copy_(-1.5 * packed.scale + 0.2 * normal(*packed.min.shape, dtype=torch.float16))
@@ -95,12 +108,16 @@ def random_store(row: Row, seed: int) -> tuple[torch.Tensor, DecodeStore]:
     def rotation():
         return torch.linalg.qr(normal(row.kv_heads, dim, dim, dtype=torch.float32))[0].contiguous()
 
+    def length(tokens):
+        return torch.tensor([tokens], dtype=torch.int32, device="cuda") if row.capacity else tokens
+
     keys, values = rows(), rows()
     store = DecodeStore(
         k_codes=keys.codes, k_scale=keys.scale, k_min=keys.min,
         v_codes=values.codes, v_scale=values.scale, v_min=values.min,
         sink_k=window(SINK), sink_v=window(SINK), ring_k=window(RECENT), ring_v=window(RECENT),
-        length=row.tokens, history=history, key_query=rotation(), value_inverse=rotation(),
+        length=length(row.tokens), history=length(history), key_query=rotation(),
+        value_inverse=None if row.folded else rotation(),
         key_mean=0.1 * normal(row.kv_heads, dim, dtype=torch.float32),
     )  # fmt: skip
     return normal(row.batch, row.query_heads, 1, dim), store
@@ -167,9 +184,11 @@ def dequantize_rival(row: Row, query, store: DecodeStore) -> float:
         rows.codes, rows.scale, rows.min = codes, scale, minimum
         packed.append(rows)
 
+    history = int(store.history)
+
     def run():
-        keys = dequantize_rows(packed[0], 0, store.history, store.key_query.mT, store.key_mean, torch.bfloat16)
-        values = dequantize_rows(packed[1], 0, store.history, store.value_inverse, None, torch.bfloat16)
+        keys = dequantize_rows(packed[0], 0, history, store.key_query.mT, store.key_mean, torch.bfloat16)
+        values = dequantize_rows(packed[1], 0, history, store.value_inverse, None, torch.bfloat16)
         return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
     return graph_microseconds([run], repeats=3)
