@@ -87,7 +87,9 @@ class Artifact:
                     f"{self.source} has no constants for layer {layer}, only for {_ranges(self.layers)}: "
                     "use the artifact that was made for this model, or calibrate one with `oscar-hf calibrate`"
                 )
-            self._on_device[key] = constants.to(device)
+            # They outlive the call, whatever mode it is in.
+            with torch.inference_mode(False):
+                self._on_device[key] = constants.to(device)
         return self._on_device[key]
 
     def constants_for(self, layer: int, keys: Tensor, values: Tensor) -> LayerConstants:
