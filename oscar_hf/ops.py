@@ -13,7 +13,7 @@ from .constants import LayerConstants
 from .errors import CacheStateError
 from .kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts
 from .kernels.dequantize import dequantize_rows
-from .kernels.launch import can_launch
+from .kernels.launch import can_launch, fall_back
 from .kernels.step import HISTORY, LENGTH, OVERFLOW, Side, place_problem, place_tokens_reference, place_tokens_triton
 from .packed import PackedRows
 from .static_storage import Layout, StoredTensors
@@ -41,10 +41,12 @@ def place(stored: StoredTensors, constants: LayerConstants, layout: Layout, keys
         layout.value_rule, None if layout.value_is_identity else constants.value_transform,
     )  # fmt: skip
     arguments = (key_side, value_side, keys, values, stored.counters, layout.recent, stored.start, layout.limit)
-    if not place_problem(key_side, value_side):
+    problem = place_problem(key_side, value_side)
+    if not problem:
         place_tokens_triton(*arguments)
         return
     if keys.is_cuda:
+        fall_back(keys.device, problem)
         _place_on_device(*arguments)
         return
     place_tokens_reference(*arguments)
@@ -76,7 +78,10 @@ def attend(
     facts: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
     """Attention of the last M tokens, [B, Hq, M, D] to [B, Hq, M, Dv] in the query's dtype, causal among them."""
-    if can_launch(query.device)[0] and query.dtype == stored.sink_k.dtype:
+    problem = can_launch(query.device)[1]
+    if query.dtype != stored.sink_k.dtype:
+        problem = f"the decode kernel takes queries of the cache's dtype {stored.sink_k.dtype}, got {query.dtype}"
+    if not problem:
         store = DecodeStore(
             *stored[:10],
             length=stored.counters[LENGTH : LENGTH + 1], history=stored.counters[HISTORY : HISTORY + 1],
@@ -84,8 +89,10 @@ def attend(
             value_inverse=None if layout.value_is_identity else constants.value_inverse,
             key_mean=constants.key_mean, start=stored.start,
         )  # fmt: skip
-        if not decode_problem(query, store):
+        problem = decode_problem(query, store)
+        if not problem:
             return decode_attention(query, store, mask=mask, mask_facts=facts, scale=scale)
+    fall_back(query.device, problem)
     limit, counters, start = layout.limit, stored.counters, stored.start
     keys, values = (dense(stored, constants, layout, is_key).to(query.dtype) for is_key in (True, False))
     slots, new = torch.arange(limit, device=query.device), query.shape[2]
