@@ -105,7 +105,7 @@ class Run:
         self.tolerance = 0.05 if bfloat16 else 2e-4
         self.constants = self.artifact.constants(0, torch.device("cpu"), key_dim, value_dim)
         self.twin = self.new_twin(batch)
-        self.generator, self.others, self.ever, self.mode = torch.Generator().manual_seed(seed), [], False, "none"
+        self.generator, self.others, self.mode = torch.Generator().manual_seed(seed), [], "none"
         self.check()
 
     def new_twin(self, batch):
@@ -127,7 +127,6 @@ class Run:
         widths = [cache.get_mask_sizes(count, 0)[0] for cache in self.caches]
         handles = [cache.update(keys, values, 0) for cache in self.caches]
         twin.update(keys, values)
-        self.ever = True
         # While a row is still all padding every call shows its mask, as a model would.
         undecided = self.mode == "mask" and not twin.starts_known
         if undecided and look in ("none", "dense"):
@@ -241,7 +240,7 @@ class Run:
             copies = [duplicate(cache) for cache in self.caches]
         self.twin.commit()
         for cache, other in zip(self.caches, copies):
-            if how == "deepcopy" and self.ever:
+            if how == "deepcopy" and cache.is_initialized:
                 assert other.layers[0].constants is cache.layers[0].constants
         aside = (copies, self.twin.copy(), self.mode, getattr(self, "pads", None))
         if go_on_with_copy:
@@ -271,8 +270,7 @@ class Run:
             cache.layers[0].offload()
             if back:
                 cache.layers[0].prefetch()
-        if self.ever:
-            self.twin.commit()
+        self.twin.commit()
 
     def overflow(self, beyond):
         """More than a static cache has room for is refused, and changes nothing."""
