@@ -59,7 +59,8 @@ class StaticOscarLayer(OscarLayer):
         step_mask.first = layer_idx if step_mask.first is None else step_mask.first
         step_mask.last = layer_idx
         # int32 [COUNTERS]: the lengths, see kernels/step.py. Inside of `storage` once there is one.
-        self.counters = torch.zeros(COUNTERS, dtype=torch.int32)
+        with torch.inference_mode(False):
+            self.counters = torch.zeros(COUNTERS, dtype=torch.int32)
         self.start_slots: Tensor | None = None
         super().__init__(config, artifact, layer_idx, returns_dense)
 
@@ -178,6 +179,8 @@ class StaticOscarLayer(OscarLayer):
         return PromptView(self, key_states, value_states, is_first)
 
     def _take_step(self, key_states: Tensor, value_states: Tensor):
+        # Fewer rows or heads would be broadcast over what is stored, or a kernel would read past them.
+        self._check_fits(key_states, value_states)
         keys, values = key_states.detach(), value_states.detach()
         if torch.compiler.is_compiling():
             torch.ops.oscar_hf.place(self.storage, self.flat_constants, keys, values, self.spec)
@@ -300,6 +303,11 @@ class StepView:
     def attend(self, query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, repeat: int) -> Tensor:
         """Attention output [B, Hq, M, Dv]; causal among the new tokens whatever the mask."""
         layer, shape = self.layer, query.shape
+        if mask is not None and mask.shape[-1] < layer.max_cache_len:
+            raise CacheStateError(
+                f"a step on this static cache needs an attention mask over max_cache_len={layer.max_cache_len} slots, got "
+                f"{list(mask.shape)}: pass a mask [batch, tokens], or make 4D masks as wide as cache.get_mask_sizes() says"
+            )
         # A query of one token per head may come packed as [B, Hkv, g, D].
         packed_group = self.new_tokens == 1 and shape[2] > 1
         if packed_group:

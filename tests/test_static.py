@@ -234,6 +234,42 @@ def test_what_does_not_fit_is_refused_before_anything_is_overwritten():
             assert torch.equal(new, old)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_step_of_another_batch_or_model_is_refused(static):
+    """One row, or one KV head, would be broadcast over all that are stored."""
+    model, ids = tiny_model("llama"), prompt(2, 50)[0]
+    cache = OscarCache(model.config, max_cache_len=128 if static else None, **SMALL)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for other, rows in ((model, ids[:1, :1]), (tiny_model("llama", num_key_value_heads=1), ids[:, :1])):
+            with pytest.raises(
+                CacheStateError, match=r"holds \(batch, KV heads, key dim, value dim\) = \(2, 2, 16, 16\)"
+            ):
+                other(rows, past_key_values=cache)
+        assert int(cache.get_seq_length()) == 50
+
+
+def test_a_mask_of_the_tokens_held_alone_is_refused_at_a_step():
+    model, ids = tiny_model("llama"), prompt(1, 50)[0]
+    cache = static(model)
+    mask = torch.ones(1, 1, 1, cache.get_mask_sizes(1, 0)[0] + 50, dtype=torch.bool)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(CacheStateError, match=r"mask over max_cache_len=128 slots, got \[1, 1, 1, 51\]"):
+            model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+
+
+def test_made_in_inference_mode_used_outside():
+    model, ids = tiny_model("llama"), prompt(1, 50)[0]
+    with torch.inference_mode():
+        cache = static(model)
+    cache.reset()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        step = model(ids[:, :1], past_key_values=cache)
+    assert torch.isfinite(step.logits).all() and int(cache.get_seq_length()) == 51
+
+
 def test_early_initialization():
     model = tiny_model("llama")
     cache = static(model)
