@@ -21,6 +21,9 @@ CACHE_FIELDS = (
     "sliding_window", "attention_chunk_size", "number_of_conv_states", "num_kv_shared_layers", "kv_sharing_modes",
 )  # fmt: skip
 
+# No window and no count is larger.
+_MAX_FIELD = 1 << 30
+
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The decoder's config of a (possibly multimodal) model config."""
@@ -53,11 +56,16 @@ def refuse_latent_attention(config: PreTrainedConfig) -> None:
 def native_layers(config: PreTrainedConfig, max_cache_len: int | None = None) -> list[CacheLayerMixin]:
     """transformers' own layers for a model, growing ones or of a fixed length: one per model layer but for the last ones
     that read other layers' keys and values."""
-    cache = (
-        DynamicCache(config=config)
-        if max_cache_len is None
-        else StaticCache(config=config, max_cache_len=max_cache_len)
-    )
+    try:
+        cache = (
+            DynamicCache(config=config)
+            if max_cache_len is None
+            else StaticCache(config=config, max_cache_len=max_cache_len)
+        )
+    except KeyError as error:
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} knows no cache layer of the kind {error}: update transformers"
+        ) from None
     layers = list(cache.layers)
     modes = list(shared_field(config, "kv_sharing_modes") or ())
     if len(layers) == len(modes):
@@ -175,8 +183,19 @@ def cache_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def config_from_fields(num_hidden_layers: int, types: list[str] | None, fields: dict[str, Any]) -> PreTrainedConfig:
-    """A stand-in config that is enough for `native_layers`, from what an artifact records."""
-    fields = {name: value for name, value in fields.items() if name in CACHE_FIELDS}
+    """A stand-in config that is enough for `native_layers`, from what an artifact records. Raises OscarError for values that
+    are no numbers."""
+    fields = {name: value for name, value in fields.items() if name in CACHE_FIELDS and value is not None}
+    for name, value in fields.items():
+        if name == "kv_sharing_modes":
+            ok, allowed = (
+                isinstance(value, list) and all(isinstance(v, (str, type(None))) for v in value),
+                "a list of names",
+            )
+        else:
+            ok, allowed = type(value) is int and 0 <= value <= _MAX_FIELD, f"an integer from 0 to {_MAX_FIELD}"
+        if not ok:
+            raise OscarError(f"cache_fields: {name} is {value!r}, allowed is {allowed}")
     types = types or ["full_attention"] * num_hidden_layers
     # The recorded list already leaves out layers that share another layer's cache.
     fields.pop("num_kv_shared_layers", None)

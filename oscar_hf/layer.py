@@ -240,7 +240,7 @@ class OscarLayer(CacheLayerMixin):
         first = (begin - self.sink) % self.ring_size
         if first + end - begin <= self.ring_size:
             return slice(first, first + end - begin)
-        return (torch.arange(begin - self.sink, end - self.sink, device=self.device)) % self.ring_size
+        return torch.arange(begin - self.sink, end - self.sink, device=self.ring_keys.device) % self.ring_size
 
     def _slots(self, ring: Tensor, new: Tensor, begin: int, end: int) -> Tensor:
         """Exact rows of slots begin..end-1, the older ones from the ring, the rest from the new tokens."""

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -33,6 +34,7 @@ CACHE_FILE = "oscar_cache.json"
 ARTIFACT_FOLDER = "artifact"
 FORMAT_VERSION = 1
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
+_LAYER_FILE = re.compile(r"layer-[0-9]{5}[.]safetensors")
 _MAX_JSON_BYTES = 64 << 20
 # What the exact windows of one layer may take: they are allocated whole, whatever the file holds.
 _MAX_WINDOW_BYTES = 16 << 30
@@ -68,7 +70,7 @@ def _layer_file(index: int) -> str:
 # ---------------------------------------------------------------------------------------------------------- save
 def save(cache, directory: str | os.PathLike, include_artifact: bool = True) -> Path:
     """Write a cache to a folder; an interruption leaves what was there before. See `OscarCache.save_pretrained`."""
-    directory = Path(directory)
+    given, directory = Path(directory), Path(os.path.realpath(directory))
     cache.commit()
     _check_savable(cache)
     _check_target(directory)
@@ -83,7 +85,7 @@ def save(cache, directory: str | os.PathLike, include_artifact: bool = True) -> 
         _put_in_place(scratch, directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return directory
+    return given
 
 
 def _check_savable(cache) -> None:
@@ -100,22 +102,34 @@ def _check_savable(cache) -> None:
 
 
 def _check_target(directory: Path) -> None:
-    """Only a saved cache may be overwritten: the folder is replaced as a whole."""
+    """Only a saved cache may be overwritten: the folder is replaced as a whole, so it must hold nothing else."""
     if directory.exists() and not directory.is_dir():
         raise OscarError(f"{directory} is a file: give a folder to save the cache in")
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / CACHE_FILE).is_file():
-        raise OscarError(f"{directory} holds other files than a saved cache: give a new or an empty folder")
+    if Path.cwd().is_relative_to(directory):
+        raise OscarError(
+            f"{directory} is or holds the working directory, which cannot be replaced: give another folder"
+        )
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    others = sorted(
+        name for name in names if name not in (CACHE_FILE, ARTIFACT_FOLDER) and not _LAYER_FILE.fullmatch(name)
+    )
+    if others or (names and CACHE_FILE not in names):
+        raise OscarError(
+            f"{directory} holds other files than a saved cache ({', '.join(others or names)[:200]}), which saving would remove: "
+            "give a new or an empty folder"
+        )
 
 
 def _put_in_place(scratch: Path, directory: Path) -> None:
     if directory.is_dir():
         old = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.old."))
-        os.replace(directory, old / "replaced")
         try:
-            os.replace(scratch, directory)
-        except OSError:
-            os.replace(old / "replaced", directory)
-            raise
+            os.replace(directory, old / "replaced")
+            try:
+                os.replace(scratch, directory)
+            except OSError:
+                os.replace(old / "replaced", directory)
+                raise
         finally:
             shutil.rmtree(old, ignore_errors=True)
     else:
@@ -190,7 +204,8 @@ def _sink_in_use(layer: OscarLayer, buffer: Tensor) -> Tensor:
     packed_end = min(layer.tokens, layer.sink + layer.history)
     if layer.starts is None:
         return buffer[:, :, : min(layer.sink, packed_end)]
-    entries = torch.arange(layer.sink, device=buffer.device) + layer.row_starts()[:, None]
+    # Not the layer's own copy of its starts: an offloaded buffer is elsewhere.
+    entries = torch.arange(layer.sink, device=buffer.device) + torch.tensor(layer.starts, device=buffer.device)[:, None]
     return buffer * (entries < packed_end)[:, None, :, None]
 
 
@@ -202,8 +217,7 @@ def load(cls, directory, config=None, artifact=None, device=None, max_cache_len=
     artifact = _artifact(directory, content, artifact)
     given = config
     if config is None:
-        fields = content["model"]
-        config = compat.config_from_fields(len(fields["layer_types"]), fields["layer_types"], fields["cache_fields"])
+        config = _recorded_config(directory, content["model"])
     cache = cls(config, artifact=artifact, max_cache_len=max_cache_len, offloading=offloading, **content["storage"])
     records = content["layers"]
     if len(records) != len(cache.layers):
@@ -213,6 +227,7 @@ def load(cls, directory, config=None, artifact=None, device=None, max_cache_len=
     if given is None:
         cache.record_model(content["model"])
     device = torch.device("cpu" if device is None else device)
+    batch = next((record.get("batch_size") for record in records if record.get("kind") == "oscar"), None)
     for index, layer in enumerate(tqdm(cache.layers, desc="loading the cache", unit="layer", disable=None)):
         record, path = records[index], directory / _layer_file(index)
         ours = isinstance(layer, OscarLayer)
@@ -225,7 +240,10 @@ def load(cls, directory, config=None, artifact=None, device=None, max_cache_len=
         if ours:
             _restore(path, index, layer, record, device)
         else:
-            saved_native.restore(index, layer, record, _tensors(path, saved_native.expected(path, record), device))
+            found = saved_native.expected(path, record)
+            if any(len(shape) < 2 or shape[0] != batch for _, shape in found.values()):
+                raise CacheStateError(f"{path} holds {found}, the packed layers {batch!r} rows: save the cache again")
+            saved_native.restore(index, layer, record, _tensors(path, found, device))
         if offloading and ours:
             layer.offload()
     _check_lengths(directory, cache)
@@ -264,6 +282,18 @@ def _read_json(directory: Path) -> dict:
     if not sound:
         raise CacheStateError(f"{path} lacks fields of a saved cache or has them of wrong types: save the cache again")
     return content
+
+
+def _recorded_config(directory: Path, model: dict):
+    """Stand-in for the model's config, of layers that this transformers can make."""
+    types = model["layer_types"]
+    try:
+        config = compat.config_from_fields(len(types), types, model["cache_fields"])
+        compat.native_layers(config)
+    except (OscarError, AttributeError) as error:
+        # A field that a kind of layer needs may be missing, too.
+        raise CacheStateError(f"{directory / CACHE_FILE}: {error}") from None
+    return config
 
 
 def _is_list(value, kind: type) -> bool:
@@ -334,7 +364,7 @@ def _check_record(where: str, layer: OscarLayer, record: dict) -> None:
             raise CacheStateError(
                 f"{where}: {name} is {value!r}, allowed are integers from {least} on: save the cache again"
             )
-    if record.get("dtype") not in DTYPES:
+    if not isinstance(record.get("dtype"), str) or record["dtype"] not in DTYPES:
         raise CacheStateError(f"{where}: dtype is {record.get('dtype')!r}, allowed are {', '.join(DTYPES)}")
     tokens, history, starts = record["tokens"], record["history"], record.get("starts")
     recent = max(0, tokens - layer.sink) - history

@@ -205,6 +205,38 @@ def test_saving_again_replaces_the_old_cache_only(tmp_path):
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep me"
 
 
+def test_what_else_lies_in_the_folder_is_never_removed(tmp_path, monkeypatch):
+    _, cache, _ = filled()
+    folder = cache.save_pretrained(tmp_path / "cache")
+    (folder / "notes.txt").write_text("keep me")
+    with pytest.raises(OscarError, match=r"other files than a saved cache \(notes.txt\), which saving would remove"):
+        cache.save_pretrained(folder)
+    (folder / "notes.txt").unlink()
+    (tmp_path / "link").symlink_to(folder)
+    cache.save_pretrained(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and OscarCache.load(folder).get_seq_length() == 63
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (".", "", ".."):
+        with pytest.raises(OscarError, match="working directory"):
+            cache.save_pretrained(name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "here", "link"]
+
+
+@pytest.mark.parametrize("pads", [(), (0, 7)])
+def test_an_offloaded_cache_is_saved_where_it_lies(pads, tmp_path):
+    """Nothing is asked of the layer's own device: "meta" stands for a GPU here."""
+    _, cache, _ = filled(tokens=83, pads=pads, offloading=True)
+    layer = cache.layers[0]
+    assert isinstance(layer.ring_index(layer.sink + layer.history, layer.tokens), torch.Tensor)
+    expected = [tuple(layer.dense(kind) for kind in "kv") for layer in cache.layers]
+    for layer in cache.layers:
+        layer.device, layer._row_starts = torch.device("meta"), None
+    loaded = OscarCache.load(cache.save_pretrained(tmp_path / "cache"))
+    for layer, dense in zip(loaded.layers, expected):
+        assert all(torch.equal(layer.dense(kind), each) for kind, each in zip("kv", dense))
+
+
 def test_an_interrupted_save_leaves_the_old_cache(tmp_path, monkeypatch):
     model, cache, _ = filled()
     cache.save_pretrained(tmp_path / "cache")
@@ -307,6 +339,10 @@ def whole(**fields):
     return lambda folder: damage_json(folder, lambda content: content.update(fields))
 
 
+def cache_field(**fields):
+    return lambda folder: damage_json(folder, lambda content: content["model"]["cache_fields"].update(fields))
+
+
 def tensor(name, change, index=0):
     def function(tensors):
         tensors[name] = change(tensors[name])
@@ -345,6 +381,15 @@ CORRUPTIONS = {
     "huge": ("plain", first_layer(kv_heads=1 << 40), "kv_heads is 1099511627776"),
     "wide": ("plain", first_layer(kv_heads=1 << 28), "windows would take more than 16 GiB"),
     "dtype": ("plain", first_layer(dtype="int8"), "dtype is 'int8'"),
+    "dtype of a list": ("plain", first_layer(dtype=[]), r"dtype is \[\]"),
+    "window": ("hybrid", cache_field(sliding_window="abc"), "oscar_cache.json: cache_fields: sliding_window is 'abc'"),
+    "window huge": ("hybrid", cache_field(sliding_window=10**30), "sliding_window is 10{30}, allowed is an integer"),
+    "no window": ("hybrid", cache_field(sliding_window=None), "oscar_cache.json: .*sliding_window"),
+    "modes": ("plain", cache_field(kv_sharing_modes=5), "kv_sharing_modes is 5, allowed is a list"),
+    "states": ("linear", cache_field(number_of_conv_states=[]), r"number_of_conv_states is \[\]"),
+    "layer types": ("plain", whole(model={"layer_types": ["evil"] * 3, "cache_fields": {}}), "no cache layer of the kind 'evil'"),
+    "linear rows": ("linear", tensor("conv.0", lambda x: x[:1]), "the packed layers 2 rows"),
+    "linear scalars": ("linear", tensor("conv.0", lambda x: x.flatten()[0]), "the packed layers 2 rows"),
     "history": ("plain", first_layer(history=60), "63 tokens of which 60 are packed do not fit"),
     "tokens": ("plain", first_layer(tokens=500), "500 tokens of which"),
     "rows": ("plain", first_layer(batch_size=3), r"key_codes is I16 \[2, .* expected is I16 \[3, "),
@@ -364,7 +409,8 @@ CORRUPTIONS = {
     "native half": ("hybrid", lambda f: damage_tensors(f, lambda t: t.pop("keys")), "only one of keys and values"),
     "native integers": ("hybrid", tensor("keys", lambda x: x.int()), "allowed are floating"),
     "native tokens": ("hybrid", first_layer(tokens=5), "keys do not stand for 5 tokens"),
-    "native shapes": ("hybrid", tensor("keys", lambda x: x[:1]), "keys do not stand for"),
+    "native shapes": ("hybrid", tensor("keys", lambda x: x[:, :1]), "keys do not stand for"),
+    "native rows": ("hybrid", tensor("keys", lambda x: x[:1]), "the packed layers 2 rows"),
     "native kind": ("hybrid", first_layer(attends=False), "another kind of layer|allowed are floating"),
     "native lengths": ("hybrid", first_layer(tokens=60), "layers hold"),
     "linear states": ("linear", first_layer(linear={"0": {}, "1": {}}), "other linear states"),
