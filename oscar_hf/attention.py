@@ -184,6 +184,8 @@ def _fused_problem(query: Tensor, store: DecodeStore, mask: Tensor | None, is_ca
         return f"the decode kernel takes queries of the cache's dtype {store.sink_k.dtype}, got {query.dtype}"
     if query.shape[2] != new_tokens:
         return f"the decode kernel takes one query per new token ({new_tokens}), got {query.shape[2]}"
+    if mask is not None and mask.shape[3] < store.length:
+        return f"the decode kernel takes masks over all {store.length} slots, got {list(mask.shape)}"
     if mask is not None and query.shape[2] == 1 and (mask.shape[1] not in (1, query.shape[1]) or mask.shape[2] != 1):
         return f"the decode kernel takes no mask of shape {list(mask.shape)} for one new token"
     if new_tokens > 1 and not (_is_causal_mask(mask, new_tokens) if mask is not None else is_causal):

@@ -15,6 +15,7 @@ everything, and after attention if they are many (a prompt), so that at most one
 DRAFT_MARGIN tokens of the latest call stay exact beyond the recent window: rejected draft tokens leave no trace.
 """
 
+import copy
 import weakref
 
 import torch
@@ -71,6 +72,16 @@ class OscarLayer(CacheLayerMixin):
         # Copies and pickles hold placed tokens only: a waiting prompt may carry an autograd graph.
         self.commit()
         return self.__dict__.copy()
+
+    def __deepcopy__(self, memo):
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        # A copy is written to for as long as it lives, whatever mode it was made in.
+        with torch.inference_mode(False):
+            copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
 
     # -------------------------------------------------------------------------------------------------- geometry
     @property

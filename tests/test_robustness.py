@@ -255,3 +255,15 @@ def test_gradients_of_a_first_call_are_those_of_a_plain_cache(attn):
         model(input_ids=ids, labels=ids, **{CACHE_ARGUMENT: cache}).loss.backward()
         gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_copy_made_in_inference_mode_goes_on_outside(static):
+    model, ids = tiny_model("llama"), prompt(1, 50)[0]
+    cache = OscarCache(model.config, recipe="hadamard", max_cache_len=128 if static else None)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+        twin = copy.deepcopy(cache)
+    with torch.no_grad():
+        steps = [model(ids[:, :1], past_key_values=c).logits for c in (cache, twin)]
+    assert torch.equal(*steps)
