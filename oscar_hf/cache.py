@@ -52,6 +52,11 @@ class OscarCache(Cache):
             raise ArtifactError(
                 "give exactly one of artifact (calibrated, a folder, Hub id or Artifact) and recipe ('hadamard', data-free): "
                 f"got {'both' if artifact is not None else 'neither'}"
+                + (
+                    "; for a folder or Hub id: OscarCache.from_pretrained(name)"
+                    if isinstance(config, (str, os.PathLike))
+                    else ""
+                )
             )
         if max_cache_len is not None:
             _check_max_cache_len(max_cache_len, offloading)

@@ -210,6 +210,16 @@ def _sink_in_use(layer: OscarLayer, buffer: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------- load
+def _device(name) -> torch.device:
+    try:
+        device = torch.device("cpu" if name is None else name)
+    except (RuntimeError, TypeError) as error:
+        raise OscarError(f"device is {name!r}, allowed are names such as 'cpu', 'cuda', 'cuda:1': {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise OscarError(f"device is {name!r}, but torch sees no CUDA GPU here: use device='cpu'")
+    return device
+
+
 def load(cls, directory, config=None, artifact=None, device=None, max_cache_len=None, offloading=False):
     """A cache from a folder that `save` wrote. See `OscarCache.load`."""
     directory = Path(directory)
@@ -226,7 +236,7 @@ def load(cls, directory, config=None, artifact=None, device=None, max_cache_len=
         )
     if given is None:
         cache.record_model(content["model"])
-    device = torch.device("cpu" if device is None else device)
+    device = _device(device)
     batch = next((record.get("batch_size") for record in records if record.get("kind") == "oscar"), None)
     for index, layer in enumerate(tqdm(cache.layers, desc="loading the cache", unit="layer", disable=None)):
         record, path = records[index], directory / _layer_file(index)

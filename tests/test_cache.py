@@ -234,6 +234,8 @@ def test_arguments_are_checked():
         OscarCache(config, recipe="hadamard", sinks=3)
     with pytest.raises(ArtifactError, match="recent_tokens"):
         OscarCache(config, recipe="hadamard", recent_tokens=0)
+    with pytest.raises(ArtifactError, match="from_pretrained"):
+        OscarCache("some-folder")
     with pytest.raises(OscarError, match="max_cache_len"):
         OscarCache(config, recipe="hadamard", max_cache_len=0)
     with pytest.raises(UnsupportedModelError, match=r"model\.config"):

@@ -437,3 +437,14 @@ def test_layers_that_disagree_are_refused(good, tmp_path):
     damage_json(folder, lambda content: content["layers"].__setitem__(1, record))
     with pytest.raises(CacheStateError, match=r"layers hold \[62, 63\] tokens"):
         OscarCache.load(folder)
+
+
+@pytest.mark.parametrize(
+    "device, said", [("cuda", "sees no CUDA GPU"), ("gpu", "allowed are names"), (2.5, "allowed are names")]
+)
+def test_a_device_that_is_not_there(device, said, tmp_path):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    filled()[1].save_pretrained(tmp_path / "saved")
+    with pytest.raises(OscarError, match=said):
+        OscarCache.load(tmp_path / "saved", device=device)
