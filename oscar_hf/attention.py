@@ -8,7 +8,7 @@ float64 queries).
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,9 +33,15 @@ _BLOCK_ELEMENTS = 1 << 24
 _MIN_PREFILL = {"cpu": 64, "cuda": 2}
 
 # What is known of masks that are still alive; it keeps none of them alive.
-_causal_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_leading_hidden: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_known_facts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_known_of_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _once_per_mask(mask: Tensor, question: tuple, answer: Callable):
+    """What `answer` says of a mask, asked once for all layers of a model: they share the mask."""
+    known = _known_of_masks.setdefault(mask, {})
+    if question not in known:
+        known[question] = answer()
+    return known[question]
 
 
 def visible(mask: Tensor) -> Tensor:
@@ -113,21 +119,30 @@ def attend(
     """
     # A prompt on top of a history goes block by block: the kernel reads few, placed tokens only.
     if layer.pending is None and new_tokens <= MAX_NEW_TOKENS and query.device.type == "cuda":
-        batch, heads, rows, dim = query.shape
-        packed_group = new_tokens == 1 and rows > 1
-        if packed_group:
-            query = query.reshape(batch, heads * rows, 1, dim)
+        packed_query, query = query, one_row_per_token(query, new_tokens)
         store = layer.decode_store()
         problem = _fused_problem(query, store, mask, is_causal, new_tokens)
         if not problem:
-            facts = None if mask is None else _facts_of(mask, store.length, new_tokens)
+            facts = None
+            if mask is not None:
+                length = store.length
+                facts = _once_per_mask(
+                    mask, ("facts", new_tokens, length), lambda: mask_facts(mask, length, new_tokens)
+                )
             output = decode_attention(query, store, mask=mask, mask_facts=facts, scale=scale)
-            return output.reshape(batch, heads, rows, -1) if packed_group else output
+            return output.reshape(*packed_query.shape[:3], -1)
         warn_once(problem)
-        query = query.reshape(batch, heads, rows, dim)
+        query = packed_query
     if _takes_prefill(layer, query, mask, is_causal, new_tokens):
         return _prefill(layer, query, scale)
     return packed_attention(layer, query, mask, is_causal, scale)
+
+
+def one_row_per_token(query: Tensor, new_tokens: int) -> Tensor:
+    """A query [B, Hq, M, D] of `new_tokens` tokens; one token's may come packed as [B, Hkv, g, D]."""
+    if new_tokens == 1 and query.shape[2] > 1:
+        return query.reshape(query.shape[0], query.shape[1] * query.shape[2], 1, query.shape[3])
+    return query
 
 
 def _takes_prefill(layer: "OscarLayer", query: Tensor, mask: Tensor | None, is_causal: bool, new_tokens: int) -> bool:
@@ -154,11 +169,9 @@ def _leading_slots_hidden(mask: Tensor, new_tokens: int, total: int) -> list[int
     """
     if mask.shape[1] != 1 or mask.shape[2] != new_tokens or mask.shape[3] < total:
         return None
-    known = _leading_hidden.get(mask)
-    if known is None or known[0] != total:
-        known = (total, _find_leading(mask[:, 0, :, :total], new_tokens))
-        _leading_hidden[mask] = known
-    return known[1]
+    return _once_per_mask(
+        mask, ("leading", new_tokens, total), lambda: _find_leading(mask[:, 0, :, :total], new_tokens)
+    )
 
 
 def _find_leading(mask: Tensor, new_tokens: int) -> list[int] | None:
@@ -195,20 +208,11 @@ def _fused_problem(query: Tensor, store: DecodeStore, mask: Tensor | None, is_ca
 
 def _is_causal_mask(mask: Tensor, new_tokens: int) -> bool:
     """Whether no new token sees a later one. Asks the device once per mask, which all layers of a model share."""
-    known = _causal_masks.get(mask)
-    if known is None:
-        known = mask.shape[2] == new_tokens and not bool(visible(mask[..., -new_tokens:]).triu(1).any())
-        _causal_masks[mask] = known
-    return known
-
-
-def _facts_of(mask: Tensor, length: int, new_tokens: int) -> Tensor:
-    """`mask_facts`, computed once per mask, which all layers of a model share."""
-    known = _known_facts.get(mask)
-    if known is None or known[0] != length:
-        known = (length, mask_facts(mask, length, new_tokens))
-        _known_facts[mask] = known
-    return known[1]
+    if mask.shape[2] != new_tokens:
+        return False
+    return _once_per_mask(
+        mask, ("causal", new_tokens), lambda: not bool(visible(mask[..., -new_tokens:]).triu(1).any())
+    )
 
 
 def exact_attention(query, keys, values, mask, is_causal, scale, repeat) -> Tensor:

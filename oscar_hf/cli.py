@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from .bench.command import add_commands
+from .bench.command import add_commands, at_least
 from .bench.report import write_json
 from .config import RECIPES, VALUE_TARGETS
 from .errors import OscarError
@@ -49,9 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--text", nargs="+", metavar="FILE", help="UTF-8 text (default: the text inside the package)"
     )
-    calibrate.add_argument("--tokens", type=_positive, default=20480, help="tokens to calibrate on (default: 20480)")
-    calibrate.add_argument("--context", type=_positive, default=4096, help="tokens per sequence (default: 4096)")
-    calibrate.add_argument("--seed", type=_seed, default=0, help="shifts the sequences within the text (default: 0)")
+    calibrate.add_argument("--tokens", type=at_least(1), default=20480, help="tokens to calibrate on (default: 20480)")
+    calibrate.add_argument("--context", type=at_least(1), default=4096, help="tokens per sequence (default: 4096)")
+    calibrate.add_argument(
+        "--seed", type=at_least(0), default=0, help="shifts the sequences within the text (default: 0)"
+    )
     calibrate.set_defaults(run=_calibrate)
 
     inspect = commands.add_parser("inspect", help="print what an artifact holds and whether it is sound")
@@ -67,8 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--revision", help="branch, tag or commit of the model on the Hub")
     plan.add_argument("--artifact", metavar="A", help="folder or Hub repository id (default: the recipe hadamard)")
     length = plan.add_mutually_exclusive_group()
-    length.add_argument("--context", type=_positive, metavar="N", help="tokens to count for (default: 32768 at most)")
-    length.add_argument("--max-cache-len", type=_positive, metavar="N", help="plan a static cache of that many tokens")
+    length.add_argument("--context", type=at_least(1), metavar="N", help="tokens to count for (default: 32768 at most)")
+    length.add_argument(
+        "--max-cache-len", type=at_least(1), metavar="N", help="plan a static cache of that many tokens"
+    )
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON, too")
     plan.set_defaults(run=_plan)
 
@@ -76,34 +80,17 @@ def _parser() -> argparse.ArgumentParser:
     _model_arguments(evaluate)
     evaluate.add_argument("--artifact", nargs="+", required=True, metavar="A", help="folders or Hub repository ids")
     evaluate.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text not used to calibrate")
-    evaluate.add_argument("--context", type=_context, default=4096, help="tokens per sequence (default: 4096)")
-    evaluate.add_argument("--sequences", type=_positive, default=4, help="sequences from the text (default: 4)")
+    evaluate.add_argument("--context", type=at_least(4), default=4096, help="tokens per sequence (default: 4096)")
+    evaluate.add_argument("--sequences", type=at_least(1), default=4, help="sequences from the text (default: 4)")
     evaluate.add_argument("--side", default="kv", choices=("kv", "k", "v"), help="quantize keys, values or both")
-    evaluate.add_argument("--seed", type=_seed, default=0, help="shifts the sequences within the text (default: 0)")
+    evaluate.add_argument(
+        "--seed", type=at_least(0), default=0, help="shifts the sequences within the text (default: 0)"
+    )
     evaluate.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
     evaluate.set_defaults(run=_evaluate)
 
     add_commands(commands.add_parser("bench", help="speed and memory on a CUDA GPU"), run=_bench)
     return parser
-
-
-def _at_least(minimum: int, text: str) -> int:
-    value = int(text)
-    if not minimum <= value < 1 << 31:
-        raise argparse.ArgumentTypeError(f"{text} is not between {minimum} and {(1 << 31) - 1}")
-    return value
-
-
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _seed(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _context(text: str) -> int:
-    return _at_least(4, text)
 
 
 def writable_file(path: str) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .attention import visible
 from .constants import LayerConstants
 from .errors import CacheStateError
 from .kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts
@@ -99,7 +100,7 @@ def attend(
     newest = counters[LENGTH] - new + torch.arange(new, device=query.device)
     keep = (slots <= newest[:, None])[None, None] & (slots >= start[:, None])[:, None, None]
     if mask is not None:
-        keep = keep & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+        keep = keep & visible(mask)
     bias = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(~keep, torch.finfo(query.dtype).min)
     if mask is not None and mask.dtype != torch.bool:
         bias = torch.where(keep, mask.to(query.dtype), bias)

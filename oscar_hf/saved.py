@@ -28,12 +28,12 @@ from .config import MAX_LAYERS, OVERRIDABLE
 from .errors import ArtifactError, CacheStateError, OscarError
 from .layer import OscarLayer
 from .packed import PackedRows, tokens_per_row
+from .saved_native import DTYPES
 from .static_layer import StaticOscarLayer
 
 CACHE_FILE = "oscar_cache.json"
 ARTIFACT_FOLDER = "artifact"
 FORMAT_VERSION = 1
-DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
 _LAYER_FILE = re.compile(r"layer-[0-9]{5}[.]safetensors")
 _MAX_JSON_BYTES = 64 << 20
 # What the exact windows of one layer may take: they are allocated whole, whatever the file holds.

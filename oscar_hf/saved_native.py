@@ -6,7 +6,6 @@ read each other's. Other kinds are refused: what they keep is not known here.
 
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import cache_utils
@@ -25,7 +24,8 @@ _KNOWN = tuple(
     if hasattr(cache_utils, name)
 )  # fmt: skip
 _MAX_TENSORS = 64
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+# torch's name of a dtype to safetensors'.
+DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
 
 
 def state(index: int, layer) -> tuple[dict, dict[str, Tensor]]:
@@ -76,7 +76,7 @@ def expected(path: Path, record: dict) -> dict[str, tuple[str, tuple[int, ...]]]
             found = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
     except SafetensorError as error:
         raise CacheStateError(f"{path} is not a sound safetensors file ({error}): save the cache again") from None
-    if not set(found) <= allowed or any(dtype not in _DTYPES for dtype, _ in found.values()):
+    if not set(found) <= allowed or any(dtype not in DTYPES.values() for dtype, _ in found.values()):
         raise CacheStateError(
             f"{path} holds {found}, allowed are floating tensors {sorted(allowed)}: save the cache again"
         )

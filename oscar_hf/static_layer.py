@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .attention import without_autocast
+from .attention import one_row_per_token, without_autocast
 from .errors import CacheStateError
 from .handle import OscarKV
 from .kernels.decode import MAX_NEW_TOKENS
@@ -20,7 +20,7 @@ from .layer import OscarLayer
 from .ops import overflow_message
 from .packed import PackedRows
 from .static_storage import Layout
-from .view import CallView
+from .view import CallView, repeat_heads
 
 _CAPACITY_ROUND = 64
 
@@ -308,26 +308,18 @@ class StepView:
                 f"a step on this static cache needs an attention mask over max_cache_len={layer.max_cache_len} slots, got "
                 f"{list(mask.shape)}: pass a mask [batch, tokens], or make 4D masks as wide as cache.get_mask_sizes() says"
             )
-        # A query of one token per head may come packed as [B, Hkv, g, D].
-        packed_group = self.new_tokens == 1 and shape[2] > 1
-        if packed_group:
-            query = query.reshape(shape[0], shape[1] * shape[2], 1, shape[3])
         scale = shape[3] ** -0.5 if scale is None else scale
         facts = layer.step_mask.facts_of(layer, mask, self.new_tokens)
-        output = layer.attend(query, mask, facts, scale)
-        return output.reshape(*shape[:3], -1) if packed_group else output
+        output = layer.attend(one_row_per_token(query, self.new_tokens), mask, facts, scale)
+        return output.reshape(*shape[:3], -1)
 
     def scores(self, query: Tensor) -> Tensor:
         """query k^T of eager attention, [B, Hq, M, max_cache_len], unscaled."""
-        return torch.matmul(query, self._repeated("k", query).transpose(2, 3).to(query.dtype))
+        return torch.matmul(query, repeat_heads(self.dense("k"), query.shape[1]).transpose(2, 3).to(query.dtype))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """weights v of eager attention, [B, Hq, M, Dv]."""
-        return torch.matmul(weights, self._repeated("v", weights).to(weights.dtype))
-
-    def _repeated(self, kind: str, like: Tensor) -> Tensor:
-        dense = self.dense(kind)
-        return dense if like.shape[1] == dense.shape[1] else dense.repeat_interleave(like.shape[1] // dense.shape[1], 1)
+        return torch.matmul(weights, repeat_heads(self.dense("v"), weights.shape[1]).to(weights.dtype))
 
     def dense(self, kind: str) -> Tensor:
         """Dense keys ("k") or values ("v"), [B, H, max_cache_len, D]; slots without a token are 0."""

@@ -56,14 +56,14 @@ class CallView:
     def scores(self, query: Tensor) -> Tensor:
         """query k^T of eager attention, [B, Hq, M, T], unscaled."""
         if self.exact is not None:
-            return torch.matmul(query, _repeat(self.exact[0], query.shape[1]).transpose(2, 3))
+            return torch.matmul(query, repeat_heads(self.exact[0], query.shape[1]).transpose(2, 3))
         self._check_fresh()
         return packed_scores(self.layer, query)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """weights v of eager attention, [B, Hq, M, Dv]."""
         if self.exact is not None:
-            return torch.matmul(weights, _repeat(self.exact[1], weights.shape[1]))
+            return torch.matmul(weights, repeat_heads(self.exact[1], weights.shape[1]))
         self._check_fresh()
         return packed_weighted_sum(self.layer, weights)
 
@@ -92,5 +92,6 @@ class DenseView:
         """Masks and weights tell such a view nothing."""
 
 
-def _repeat(x: Tensor, heads: int) -> Tensor:
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, H, T, D] with each KV head repeated until there are `heads`."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)

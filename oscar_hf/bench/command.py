@@ -38,18 +38,18 @@ def add_commands(parser: argparse.ArgumentParser, run: Callable) -> None:
     decode.add_argument(
         "--batch", type=_batch, default=1, metavar="N|max", help="rows, or the largest number that fits"
     )
-    decode.add_argument("--new-tokens", type=_at_least(3), default=32, metavar="N", help="timed tokens (default: 32)")
+    decode.add_argument("--new-tokens", type=at_least(3), default=32, metavar="N", help="timed tokens (default: 32)")
     decode.set_defaults(bench=bench_decode, draw=plot.plot_generation)
 
     prefill = commands.add_parser("prefill", help="time and peak memory of prompts and of further turns, per cache")
     _model_arguments(prefill)
     prefill.add_argument("--caches", nargs="+", metavar="CACHE", help="as for decode (default: dynamic oscar)")
-    prefill.add_argument("--batch", type=_at_least(1), default=1, metavar="N", help="rows (default: 1)")
+    prefill.add_argument("--batch", type=at_least(1), default=1, metavar="N", help="rows (default: 1)")
     prefill.add_argument(
-        "--turns", type=_at_least(1), nargs="*", metavar="N",
+        "--turns", type=at_least(1), nargs="*", metavar="N",
         help="also measure N new tokens on top of a history of each context (without a number: 2048 8192)",
     )  # fmt: skip
-    prefill.add_argument("--repeats", type=_at_least(1), default=3, metavar="N", help="runs; the median is reported")
+    prefill.add_argument("--repeats", type=at_least(1), default=3, metavar="N", help="runs; the median is reported")
     prefill.set_defaults(bench=bench_prefill, draw=plot.plot_prefill)
 
     for command in (kernel, decode, prefill):
@@ -68,7 +68,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         "--artifact", metavar="A", help="folder or Hub id (default: constants without statistics, of the same cost)"
     )
     parser.add_argument(
-        "--context", type=_at_least(2), nargs="+", default=[32768, 102400], metavar="N", help="prompt tokens"
+        "--context", type=at_least(2), nargs="+", default=[32768, 102400], metavar="N", help="prompt tokens"
     )
     parser.add_argument(
         "--synthetic-prefill", action="store_true",
@@ -76,11 +76,13 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         "does not depend on them, and long contexts and large batches take seconds",
     )  # fmt: skip
     parser.add_argument(
-        "--prefill-chunk", type=_at_least(1), metavar="N", help="run prompts N tokens at a time (default: all at once)"
+        "--prefill-chunk", type=at_least(1), metavar="N", help="run prompts N tokens at a time (default: all at once)"
     )
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from `minimum` on."""
+
     def number(text: str) -> int:
         value = int(text)
         if not minimum <= value < 1 << 31:
@@ -92,7 +94,7 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 def _batch(text: str) -> int | None:
     """None for `max`."""
-    return None if text == "max" else _at_least(1)(text)
+    return None if text == "max" else at_least(1)(text)
 
 
 def bench_kernel(args, load_model: Callable) -> dict:
