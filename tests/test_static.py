@@ -337,17 +337,24 @@ def test_cuda_graphs(family, attn):
     "family, dtype", [("qwen3", torch.bfloat16), ("qwen3", torch.float16), ("phi3", torch.bfloat16)]
 )
 def test_gpu_steps_give_the_logits_of_the_growing_cache(family, dtype, pads):
-    """Token by token on the same text, so that no difference can add up: what kernels, masks and lengths are worth."""
+    """Token by token on the same text, so that no difference can add up: what kernels, masks and lengths are worth.
+
+    The yardstick is the same model in float32: the static cache may not be further from it than the growing one.
+    """
     model = tiny_model(family).to("cuda", dtype)
+    exact = tiny_model(family).to("cuda", dtype).float()
     ids, mask = (x.to("cuda") for x in prompt(2, 90, pads))
     logits = []
     with torch.no_grad():
-        for cache in (OscarCache(model.config, **SMALL), static(model, 512)):
-            rows = [model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache).logits[:, -1]]
+        for net, cache in (
+            (exact, OscarCache(model.config, **SMALL)),
+            (model, OscarCache(model.config, **SMALL)),
+            (model, static(model, 512)),
+        ):
+            rows = [net(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache).logits[:, -1]]
             for i in range(50, 90):
-                step = model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache)
+                step = net(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache)
                 rows.append(step.logits[:, -1])
             logits.append(torch.stack(rows).float())
-    error = (logits[0] - logits[1]).norm(dim=-1) / logits[0].norm(dim=-1)
-    # A code may fall to the other side of a rounding boundary, which changes one step more than rounding does.
-    assert error.median() < 2e-2 and error.max() < 0.2
+    growing, fixed = ((x - logits[0]).norm(dim=-1) / logits[0].norm(dim=-1) for x in logits[1:])
+    assert fixed.median() < 1.3 * growing.median() and fixed.max() < 1.3 * growing.max()
