@@ -5,6 +5,8 @@ they take a layer as two flat buffers and a text (`static_storage.Layout`), and 
 whose calls cost a tenth of a custom_op's.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +17,16 @@ from .errors import CacheStateError
 from .kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts
 from .kernels.dequantize import dequantize_rows
 from .kernels.launch import can_launch, fall_back
-from .kernels.step import HISTORY, LENGTH, OVERFLOW, Side, place_problem, place_tokens_reference, place_tokens_triton
+from .kernels.step import (
+    HISTORY,
+    LENGTH,
+    OVERFLOW,
+    Side,
+    encode_ahead_triton,
+    place_problem,
+    place_tokens_reference,
+    place_tokens_triton,
+)
 from .packed import PackedRows
 from .static_storage import Layout, StoredTensors
 
@@ -30,8 +41,8 @@ for _schema in (
     _LIBRARY.define(_schema, tags=_TAGS)
 
 
-def place(stored: StoredTensors, constants: LayerConstants, layout: Layout, keys: Tensor, values: Tensor) -> None:
-    """Place new tokens [B, H, M, D]: `kernels.step.place_tokens_reference` on what a static layer stores."""
+def _sides(stored: StoredTensors, constants: LayerConstants, layout: Layout) -> tuple[Side, Side]:
+    """Keys and values of a static layer as the step kernel takes them."""
     key_side = Side(
         PackedRows.of(stored.k_codes, stored.k_scale, stored.k_min, layout.key_dim), stored.sink_k, stored.ring_k,
         layout.key_rule, None if layout.key_is_identity else constants.key_transform, constants.key_mean,
@@ -41,6 +52,12 @@ def place(stored: StoredTensors, constants: LayerConstants, layout: Layout, keys
         PackedRows.of(stored.v_codes, stored.v_scale, stored.v_min, layout.value_dim), stored.sink_v, stored.ring_v,
         layout.value_rule, None if layout.value_is_identity else constants.value_transform,
     )  # fmt: skip
+    return key_side, value_side
+
+
+def place(stored: StoredTensors, constants: LayerConstants, layout: Layout, keys: Tensor, values: Tensor) -> None:
+    """Place new tokens [B, H, M, D]: `kernels.step.place_tokens_reference` on what a static layer stores."""
+    key_side, value_side = _sides(stored, constants, layout)
     arguments = (key_side, value_side, keys, values, stored.counters, layout.recent, stored.start, layout.limit)
     problem = place_problem(key_side, value_side)
     if not problem:
@@ -154,7 +171,26 @@ def _place(storage, constants, keys, values, spec):
 
 
 def _attend(query, storage, constants, mask, facts, scale, spec):
-    return attend(*_opened(storage, constants, spec), query, mask, facts, scale)
+    """`attend`, and beside it, on a stream of its own, the encoding of the token that the next step packs.
+
+    That writes only where nothing reads before the next `place`, so the operator does not count as one that changes storage.
+    """
+    opened = stored, constants, layout = _opened(storage, constants, spec)
+    sides = _sides(*opened)
+    if place_problem(*sides):
+        return attend(*opened, query, mask, facts, scale)
+    beside, stream = _beside(query.device), torch.cuda.current_stream(query.device)
+    beside.wait_stream(stream)
+    with torch.cuda.stream(beside):
+        encode_ahead_triton(*sides, stored.counters, layout.recent)
+    output = attend(*opened, query, mask, facts, scale)
+    stream.wait_stream(beside)
+    return output
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _dense(storage, constants, keys, spec):

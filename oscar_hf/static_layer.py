@@ -15,7 +15,7 @@ from .attention import one_row_per_token, without_autocast
 from .errors import CacheStateError
 from .handle import OscarKV
 from .kernels.decode import MAX_NEW_TOKENS
-from .kernels.step import COUNTERS, HISTORY, LENGTH, OVERFLOW
+from .kernels.step import AHEAD, COUNTERS, HISTORY, LENGTH, OVERFLOW
 from .layer import OscarLayer
 from .ops import overflow_message
 from .packed import PackedRows
@@ -80,6 +80,8 @@ class StaticOscarLayer(OscarLayer):
     @tokens.setter
     def tokens(self, count: int) -> None:
         self.counters[LENGTH] = count
+        # The token that was encoded ahead may be another one now.
+        self.counters[AHEAD] = 0
 
     @property
     def history(self) -> int:
@@ -89,6 +91,7 @@ class StaticOscarLayer(OscarLayer):
     @history.setter
     def history(self, count: int) -> None:
         self.counters[HISTORY] = count
+        self.counters[AHEAD] = 0
 
     def get_seq_length(self) -> int | Tensor:
         """Slots held: once a prompt is placed an int64 tensor on the device, so that asking costs no wait for it."""

@@ -10,15 +10,18 @@ if not torch.cuda.is_available():
     # Must be set before the kernels are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from helpers import random_covariance, random_orthogonal
+from helpers import calibrated_artifact, random_covariance, random_orthogonal
 
 from oscar_hf.kernels import launch
 from oscar_hf.kernels.step import (
+    AHEAD,
     COUNTERS,
     HISTORY,
     LENGTH,
     OVERFLOW,
     Side,
+    encode_ahead_reference,
+    encode_ahead_triton,
     leaving,
     place_problem,
     place_tokens_reference,
@@ -91,7 +94,7 @@ def test_equals_the_reference(dim, group, rule, on_device, start, dtype):
     for got in lengths:
         assert tuple(got.tolist()[:2] if on_device else got) == expected
     if on_device:
-        assert lengths[1].tolist()[2:] == [0, 0]
+        assert lengths[1].tolist()[2:] == [0, 0, 0]
     for reference, kernel in zip(stored(*pairs[0]), stored(*pairs[1])):
         assert reference.count_nonzero() and torch.equal(reference, kernel)
 
@@ -148,3 +151,78 @@ def test_refusals():
     full = side(2, 64, 64, False, "search", torch.float32, 1, capacity=2)
     with pytest.raises(ValueError, match="reserve first"):
         place_tokens_triton(full, full, tokens, tokens, (40, 2), RECENT)
+
+
+@pytest.mark.parametrize("start", [None, [0, 5]])
+def test_encoding_ahead_changes_nothing_but_when(start):
+    """Steps of one and of several tokens with and without it, and each implementation against the other."""
+    torch.manual_seed(0)
+    keys = side(2, 128, 64, False, "weighted_search_both_ends", torch.bfloat16, 1)
+    values = side(2, 128, 64, False, "percentile(0.92)", torch.bfloat16, 2, centred=False)
+    plain, triton_ahead, reference_ahead = pairs = [
+        (keys, values),
+        copy.deepcopy((keys, values)),
+        copy.deepcopy((keys, values)),
+    ]
+    counters = [torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) for _ in pairs]
+    start = None if start is None else torch.tensor(start, dtype=torch.int32, device=DEVICE)
+    for new in STEPS:
+        tokens = [torch.randn(2, 2, new, 128, device=DEVICE).bfloat16() for _ in "kv"]
+        for pair, counter in zip(pairs, counters):
+            place = place_tokens_reference if pair is reference_ahead else place_tokens_triton
+            place(*pair, *tokens, counter, RECENT, start, None)
+        length, history = counters[0].tolist()[:2]
+        assert all(c[LENGTH] == length and c[HISTORY] == history for c in counters)
+        encode_ahead_triton(*triton_ahead, counters[1], RECENT)
+        encode_ahead_reference(*reference_ahead, counters[2], RECENT)
+        is_full = length - SINK - history >= RECENT
+        assert counters[1].tolist() == counters[2].tolist()
+        assert counters[1][AHEAD] == (history + 1 if is_full else 0)
+        for ours, reference in zip(stored(*triton_ahead), stored(*reference_ahead)):
+            assert torch.equal(ours, reference)
+    # What was encoded ahead of the last step lies behind the history.
+    for expected, got in zip(stored(*plain), stored(*triton_ahead)):
+        rows = slice(None) if expected.shape[2] in (SINK, keys.ring.shape[2]) else slice(int(counters[0][HISTORY]))
+        assert torch.equal(expected[:, :, rows], got[:, :, rows])
+    # Garbage in the ring's oldest slot shows that the step takes the codes as they are.
+    triton_ahead[0].ring.fill_(7.0)
+    kept = [t.clone() for t in triton_ahead[0].rows.tensors]
+    place_tokens_triton(
+        *triton_ahead, *(torch.zeros(2, 2, 1, 128, device=DEVICE).bfloat16() for _ in "kv"), counters[1], RECENT
+    )
+    assert all(torch.equal(a, b) for a, b in zip(kept, triton_ahead[0].rows.tensors))
+
+
+@pytest.mark.gpu
+def test_a_crop_forgets_what_was_encoded_ahead():
+    """The operators of a compiled step encode ahead; what a crop and other tokens make of that equals eager steps."""
+    from oscar_hf.static_layer import StaticOscarLayer, StepMask
+
+    artifact = calibrated_artifact(1, 2, 64, sink_tokens=SINK, recent_tokens=RECENT)
+    layers = [StaticOscarLayer(artifact.config, artifact, 0, 64, StepMask()) for _ in range(2)]
+    torch.manual_seed(0)
+
+    def states(count):
+        return [torch.randn(1, 2, count, 64, device="cuda").bfloat16() for _ in "kv"]
+
+    def step():
+        query, new = torch.randn(1, 4, 1, 64, device="cuda").bfloat16(), states(1)
+        compiled, eager = layers
+        torch.ops.oscar_hf.place(compiled.storage, compiled.flat_constants, *new, compiled.spec)
+        got = torch.ops.oscar_hf.attend(
+            query, compiled.storage, compiled.flat_constants, None, None, 0.125, compiled.spec
+        )
+        eager.update(*new)
+        assert torch.equal(got, eager.attend(query, None, None, 0.125))
+
+    prompt = states(20)
+    for layer in layers:
+        layer.update(*prompt)
+        layer.commit()
+        layer.adopt(20, layer.history, None, True)
+    for tokens_to_remove in (0, 1, RECENT, RECENT + 3):
+        for layer in layers:
+            layer.crop(-tokens_to_remove) if tokens_to_remove else None
+        for _ in range(RECENT + 2):
+            step()
+        assert layers[0].counters[AHEAD] == layers[0].history + 1 and layers[1].counters[AHEAD] == 0

@@ -2,7 +2,8 @@
 
 The tokens that fall out of the recent window are centred, rotated, quantized and packed as `append` does it; then the new
 tokens take their places in the sink or in the ring. Lengths are Python ints, or live on the device where a compiled model
-must not depend on them.
+must not depend on them. There the token that the next step will pack can be encoded ahead, beside other work: most of a step's
+time is one token's search for its scale.
 """
 
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from .append import _encode, _kernel_problem, _matrix_strides, _plan, _rotate, a
 from .launch import can_launch, next_power_of_two, on_device, tl, triton
 
 # Slots of a layer's counters on the device, int32: tokens held, tokens packed, programs that have finished (0 between
-# launches), and 1 once a step did not fit.
-LENGTH, HISTORY, TICKET, OVERFLOW = range(4)
-COUNTERS = 4
+# launches), 1 once a step did not fit, and tokens whose codes are already there (counts where it is more than HISTORY).
+LENGTH, HISTORY, TICKET, OVERFLOW, AHEAD = range(5)
+COUNTERS = 5
 
 
 @dataclass
@@ -81,6 +82,20 @@ def place_tokens_reference(
     return counters
 
 
+def encode_ahead_reference(keys: Side, values: Side, counters: Tensor, recent: int) -> None:
+    """Write the codes of the token that the next step packs, if there is one, behind the history, which stays as it is.
+
+    counters: int32 [COUNTERS]; AHEAD is raised. The codes are those that the step would write; it skips what AHEAD counts.
+    """
+    length, history = counters.tolist()[:2]
+    if leaving(length, history, keys.sink.shape[2], recent) <= history:
+        return
+    for side in (keys, values):
+        oldest = side.ring[:, :, history % side.ring.shape[2]].unsqueeze(2)
+        append_rows_reference(side.rows, history, oldest, side.transform, side.mean, side.rule, side.metric)
+    counters[AHEAD] = history + 1
+
+
 def _copy_to_sink(sink: Tensor, rows: Tensor, first: int, begins: list[int]) -> None:
     """Copy those of slots first.. that are among the first real ones of their batch row: entry i is slot begin + i."""
     for b, begin in enumerate(begins):
@@ -92,7 +107,7 @@ def _copy_to_sink(sink: Tensor, rows: Tensor, first: int, begins: list[int]) -> 
 @triton.jit
 def _step_side(
     new_ptr, codes_ptr, scale_ptr, min_ptr, sink_ptr, ring_ptr, transform_ptr, mean_ptr, metric_ptr,
-    first, history, packed, count, start, sink, ring,
+    first, history, encoded, packed, count, start, sink, ring,
     stride_nt, stride_rk, stride_rn, stride_mk, stride_mn, stride_cr, stride_st,
     HAS_TRANSFORM: tl.constexpr, HAS_MEAN: tl.constexpr, STARTS: tl.constexpr, BLOCK_D: tl.constexpr,
     SYMMETRIC: tl.constexpr, CLIP_INDEX: tl.constexpr, SEARCH: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -109,7 +124,13 @@ def _step_side(
     d = tl.arange(0, BLOCK_D)
     is_d = d < HEAD_DIM
     one = tl.arange(0, 1)
-    for j in range(history, packed):
+    if STARTS:
+        for j in range(history, packed):
+            # The sink of a row that begins late reaches into the slots of the history.
+            entry = sink + j - start + 0 * d
+            exact = tl.load(ring_ptr + j % ring * HEAD_DIM + d, mask=is_d, other=0.0)
+            tl.store(sink_ptr + entry * HEAD_DIM + d, exact, mask=is_d & (entry >= 0) & (entry < sink))
+    for j in range(encoded, packed):
         x = _rotate(
             ring_ptr, transform_ptr, mean_ptr, channels, is_channel, j % ring, ring, HEAD_DIM, stride_rk, stride_rn,
             HAS_TRANSFORM, HAS_MEAN, HEAD_DIM, 1, BLOCK_K, DIM_TILE,
@@ -120,11 +141,6 @@ def _step_side(
             HIGH_FACTORS, NUM_FACTORS, HEAD_DIM, GROUP_SIZE, GROUPS, GROUP_TILE, GROUPS_TILE, WORDS_TILE, PAIRED, 1,
             CANDIDATES, BLOCK_K, FP16_MAX, SCALE_FLOOR, MAX_CODE,
         )  # fmt: skip
-        if STARTS:
-            # The sink of a row that begins late reaches into the slots of the history.
-            entry = sink + j - start + 0 * d
-            exact = tl.load(ring_ptr + j % ring * HEAD_DIM + d, mask=is_d, other=0.0)
-            tl.store(sink_ptr + entry * HEAD_DIM + d, exact, mask=is_d & (entry >= 0) & (entry < sink))
     # A new token may take the ring slot of one that left above.
     tl.debug_barrier()
     for i in range(count):
@@ -146,7 +162,7 @@ def _step_kernel(
     stride_kcb, stride_kch, stride_kcr, stride_ksb, stride_ksh, stride_kst,
     stride_vcb, stride_vch, stride_vcr, stride_vsb, stride_vsh, stride_vst,
     stride_rh, stride_rk, stride_rn, stride_mean_h, stride_mh, stride_mk, stride_mn, stride_wh, stride_wk, stride_wn,
-    HEADS: tl.constexpr, ON_DEVICE: tl.constexpr, STARTS: tl.constexpr,
+    HEADS: tl.constexpr, ON_DEVICE: tl.constexpr, ENCODE_AHEAD: tl.constexpr, STARTS: tl.constexpr,
     K_TRANSFORM: tl.constexpr, K_MEAN: tl.constexpr, V_TRANSFORM: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_SYMMETRIC: tl.constexpr, K_CLIP_INDEX: tl.constexpr, K_SEARCH: tl.constexpr, K_WEIGHTED: tl.constexpr,
@@ -159,17 +175,24 @@ def _step_kernel(
     V_WORDS_TILE: tl.constexpr, V_PAIRED: tl.constexpr, V_CANDIDATES: tl.constexpr, V_BLOCK_K: tl.constexpr,
     FP16_MAX: tl.constexpr, SCALE_FLOOR: tl.constexpr, MAX_CODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, 2, B): keys are program 0 of the second axis, values program 1."""
+    """Grid (H, 2, B): keys are program 0 of the second axis, values program 1.
+
+    ENCODE_AHEAD: no token is new, and the one that the next step packs is encoded; STARTS is False then.
+    """
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
     if ON_DEVICE:
         n = tl.load(counters_ptr)
         old = tl.load(counters_ptr + 1)
+        encoded = tl.maximum(old, tl.load(counters_ptr + 4))
     else:
         n = length
         old = history
+        encoded = old
     fits = n + new_tokens <= limit
     packed = tl.where(fits, tl.maximum(old, n - sink - recent + 1), old)
+    if ENCODE_AHEAD:
+        packed = tl.minimum(packed, old + 1)
     count = tl.where(fits, new_tokens, 0)
     start = 0
     if STARTS:
@@ -181,7 +204,7 @@ def _step_kernel(
             k_scale_ptr + b * stride_ksb + h * stride_ksh, k_min_ptr + b * stride_ksb + h * stride_ksh,
             sink_k_ptr + at * sink * K_HEAD_DIM, ring_k_ptr + at * ring * K_HEAD_DIM,
             k_transform_ptr + h * stride_rh, k_mean_ptr + h * stride_mean_h, k_metric_ptr + h * stride_mh,
-            n, old, packed, count, start, sink, ring,
+            n, old, encoded, packed, count, start, sink, ring,
             stride_nkt, stride_rk, stride_rn, stride_mk, stride_mn, stride_kcr, stride_kst,
             K_TRANSFORM, K_MEAN, STARTS, K_BLOCK, K_SYMMETRIC, K_CLIP_INDEX, K_SEARCH, K_WEIGHTED, K_LOW_FACTORS,
             K_HIGH_FACTORS, K_NUM_FACTORS, K_HEAD_DIM, K_GROUP_SIZE, K_GROUPS, K_GROUP_TILE, K_GROUPS_TILE,
@@ -194,7 +217,7 @@ def _step_kernel(
             v_scale_ptr + b * stride_vsb + h * stride_vsh, v_min_ptr + b * stride_vsb + h * stride_vsh,
             sink_v_ptr + at * sink * V_HEAD_DIM, ring_v_ptr + at * ring * V_HEAD_DIM,
             v_transform_ptr + h * stride_wh, v_transform_ptr, v_transform_ptr,
-            n, old, packed, count, start, sink, ring,
+            n, old, encoded, packed, count, start, sink, ring,
             stride_nvt, stride_wk, stride_wn, stride_wk, stride_wn, stride_vcr, stride_vst,
             V_TRANSFORM, False, STARTS, V_BLOCK, V_SYMMETRIC, V_CLIP_INDEX, V_SEARCH, V_WEIGHTED, V_LOW_FACTORS,
             V_HIGH_FACTORS, V_NUM_FACTORS, V_HEAD_DIM, V_GROUP_SIZE, V_GROUPS, V_GROUP_TILE, V_GROUPS_TILE,
@@ -204,25 +227,40 @@ def _step_kernel(
         # Every program has read the counters before it draws its ticket, so the last one may change them.
         programs = tl.num_programs(0) * 2 * tl.num_programs(2)
         if tl.atomic_add(counters_ptr + 2, 1, sem="acq_rel") == programs - 1:
-            tl.store(counters_ptr, n + count)
-            tl.store(counters_ptr + 1, packed)
             tl.store(counters_ptr + 2, 0)
-            tl.store(counters_ptr + 3, 1, mask=count < new_tokens)
+            if ENCODE_AHEAD:
+                tl.store(counters_ptr + 4, tl.maximum(encoded, packed))
+            else:
+                tl.store(counters_ptr, n + count)
+                tl.store(counters_ptr + 1, packed)
+                tl.store(counters_ptr + 3, 1, mask=count < new_tokens)
 
 
 def place_tokens_triton(keys, values, new_keys, new_values, lengths, recent, start=None, limit=None):
     """`place_tokens_reference` as one Triton launch, on the GPU that holds the tokens (or in the interpreter)."""
+    if isinstance(lengths, Tensor):
+        _launch(keys, values, new_keys, new_values, (0, 0), lengths, recent, start, limit)
+        return lengths
+    (length, history), new = lengths, new_keys.shape[2]
+    if limit is not None and length + new > limit:
+        return lengths
+    packed = leaving(length, history, keys.sink.shape[2], recent)
+    for side in (keys, values):
+        if packed > side.rows.capacity:
+            raise ValueError(f"tokens up to {packed} do not fit the capacity {side.rows.capacity}: reserve first")
+    _launch(keys, values, new_keys, new_values, lengths, None, recent, start, limit)
+    return length + new, packed
+
+
+def encode_ahead_triton(keys, values, counters, recent):
+    """`encode_ahead_reference` as one Triton launch; may run beside whatever reads the history, but beside no step."""
+    none_new = (side.ring[:, :, :0] for side in (keys, values))
+    _launch(keys, values, *none_new, (0, 0), counters, recent, None, None, encode_ahead=True)
+
+
+def _launch(keys, values, new_keys, new_values, lengths, counters, recent, start, limit, encode_ahead=False):
     batch, heads, new, key_dim = new_keys.shape
     value_dim, sink, ring = new_values.shape[3], keys.sink.shape[2], keys.ring.shape[2]
-    counters = lengths if isinstance(lengths, Tensor) else None
-    length, history = (0, 0) if counters is not None else lengths
-    if counters is None:
-        if limit is not None and length + new > limit:
-            return lengths
-        packed = leaving(length, history, sink, recent)
-        for side in (keys, values):
-            if packed > side.rows.capacity:
-                raise ValueError(f"tokens up to {packed} do not fit the capacity {side.rows.capacity}: reserve first")
     new_keys, new_values = (x if x.stride(3) == 1 else x.contiguous() for x in (new_keys, new_values))
     for side in (keys, values):
         if side.rule.weighted and side.metric is None:
@@ -254,20 +292,19 @@ def place_tokens_triton(keys, values, new_keys, new_values, lengths, recent, sta
             new_keys, new_values, codes[0], keys.rows.scale, present(keys.rows.min),
             codes[1], values.rows.scale, present(values.rows.min), keys.sink, values.sink, keys.ring, values.ring,
             present(keys.transform), present(keys.mean), present(key_metric), present(values.transform),
-            present(start), present(counters), length, history, new, sink, ring, recent,
+            present(start), present(counters), *lengths, new, sink, ring, recent,
             (1 << 30) if limit is None else limit,
             *new_keys.stride()[:3], *new_values.stride()[:3],
             *codes[0].stride()[:3], *keys.rows.scale.stride()[:3],
             *codes[1].stride()[:3], *values.rows.scale.stride()[:3],
             *_matrix_strides(keys.transform), 0 if keys.mean is None else keys.mean.stride(0),
             *_matrix_strides(key_metric), *_matrix_strides(values.transform),
-            HEADS=heads, ON_DEVICE=counters is not None, STARTS=start is not None,
+            HEADS=heads, ON_DEVICE=counters is not None, ENCODE_AHEAD=encode_ahead, STARTS=start is not None,
             K_TRANSFORM=keys.transform is not None, K_MEAN=keys.mean is not None,
             V_TRANSFORM=values.transform is not None,
             K_BLOCK=next_power_of_two(key_dim), V_BLOCK=next_power_of_two(value_dim),
             **named, **shared, num_warps=warps,
         )  # fmt: skip
-    return (length + new, packed) if counters is None else counters
 
 
 def place_problem(keys: Side, values: Side) -> str:
