@@ -3,6 +3,7 @@
 from .artifact import Artifact
 from .cache import OscarCache
 from .calibrate import calibrate
+from .compat import deferred_stop
 from .config import OscarConfig
 from .errors import ArtifactError, CacheStateError, OscarError, UnsupportedModelError
 
@@ -16,4 +17,5 @@ __all__ = [
     "OscarError",
     "UnsupportedModelError",
     "calibrate",
+    "deferred_stop",
 ]

@@ -1,5 +1,7 @@
 """Every difference between transformers versions, and every question about a model config, in one place."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +10,7 @@ import transformers
 from packaging.version import Version
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
+from transformers.generation import utils as generation_utils
 from transformers.models.auto import modeling_auto
 
 from .errors import OscarError, UnsupportedModelError
@@ -23,6 +26,45 @@ CACHE_FIELDS = (
 
 # No window and no count is larger.
 _MAX_FIELD = 1 << 30
+
+
+# Name of the class by which generate() defers its question whether it is done; transformers has it from 5.17 on.
+_DEFERRED = "DeferredStopCheck"
+
+
+@contextlib.contextmanager
+def deferred_stop() -> Iterator[None]:
+    """Within it, generate() learns one step late whether it is done, and so prepares a step while the GPU runs the one before.
+
+    transformers works that way by itself on Apple's GPUs, and only with a cache that can be cropped, since the step that was one
+    too many is taken back: the same tokens come out, and the cache ends at the same length. This asks for it on all devices that
+    work beside the host; on a CPU it changes nothing. It holds for the whole process, other threads included. Raises OscarError
+    where transformers is older than 5.17.
+    """
+    check = getattr(generation_utils, _DEFERRED, None)
+    if check is None:
+        raise OscarError(
+            f"deferred_stop needs transformers 5.17 or later, got {transformers.__version__}: update it, or leave deferred_stop out"
+        )
+    plain = check.is_supported
+
+    def is_supported(device, *arguments, **options):
+        return plain(torch.device("mps") if _works_beside_host(device) else device, *arguments, **options)
+
+    check.is_supported = staticmethod(is_supported)
+    try:
+        yield
+    finally:
+        check.is_supported = staticmethod(plain)
+
+
+def can_defer_stop(cache, device: torch.device) -> bool:
+    """Whether `deferred_stop` makes a difference for a cache that is passed to generate()."""
+    return hasattr(generation_utils, _DEFERRED) and _works_beside_host(device) and cache.is_croppable
+
+
+def _works_beside_host(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

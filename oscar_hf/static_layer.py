@@ -264,7 +264,10 @@ class StaticOscarLayer(OscarLayer):
         self._write_starts()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens, or keep that many of a positive number."""
+        """Remove the last -tokens_to_remove tokens, or keep that many of a positive number. 0 does not ask the device."""
+        if not tokens_to_remove:
+            self.commit()
+            return
         if self.is_initialized:
             self.check_overflow()
         super().crop(tokens_to_remove)

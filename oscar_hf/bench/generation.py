@@ -34,6 +34,7 @@ COLUMNS: list[Column] = [
     ("resident GiB", "resident_gib", ".2f"),
     ("ms per token", "ms_per_token", ".2f"),
     ("tokens per s", "tokens_per_s", ".0f"),
+    ("ms, deferred stop", "deferred_ms", ".2f"),
     ("kernels per layer", "kernels_per_layer", ".0f"),
     ("launches per layer", "launches_per_layer", ".1f"),
     ("kernel error", "kernel_error", ".1e"),
@@ -83,7 +84,7 @@ def measure(job: Job, kind: str, context: int, reference: Tensor | None = None) 
     device.clear()
     ids = prompts(prompt_row(model, context + WARM_UP, job.tokenizer), job.batch)
     given, ids = Given(ids[:, context:]), ids[:, :context]
-    room = context + WARM_UP + job.new_tokens + COUNTED + 1
+    room = context + WARM_UP + 2 * job.new_tokens + COUNTED + 1
     row = {"cache": kind, "batch": job.batch, "context": context}
     before = device.allocated()
     device.reset_peak()
@@ -97,14 +98,17 @@ def measure(job: Job, kind: str, context: int, reference: Tensor | None = None) 
         row |= {"prefill_s": device.now() - begin, "prefill_peak_gib": gib_since(before, device.peak())}
     row["resident_gib"] = gib_since(before, device.allocated())
     tokens = _generate(job, ids, cache, WARM_UP, logits_processor=LogitsProcessorList([given]))
-    logits, steps = torch.stack(given.logits), StepTimes()
+    logits = torch.stack(given.logits)
     device.reset_peak()
-    tokens = _generate(job, tokens, cache, job.new_tokens, steps)
-    gaps = [1e3 * (b - a) for a, b in zip(steps.times, steps.times[1:])]
+    tokens, row["step_ms"] = _timed(job, tokens, cache)
     row["decode_peak_gib"] = gib_since(before, device.peak())
-    row["ms_per_token"] = statistics.median(gaps)
+    row["ms_per_token"] = statistics.median(row["step_ms"])
     row["tokens_per_s"] = 1e3 * job.batch / row["ms_per_token"]
-    row["step_ms"] = [round(gap, 3) for gap in gaps]
+    row["deferred_ms"] = None
+    if compat.can_defer_stop(cache, device.device):
+        with compat.deferred_stop():
+            tokens, row["deferred_step_ms"] = _timed(job, tokens, cache)
+        row["deferred_ms"] = statistics.median(row["deferred_step_ms"])
     if job.count:
         counts, problem = attempt(device, _launches, job, tokens, cache)
         row |= counts or {"launches_problem": problem}
@@ -115,6 +119,13 @@ def measure(job: Job, kind: str, context: int, reference: Tensor | None = None) 
         row["kernel_error"], problem = attempt(device, attention_error, cache, heads)
         row |= {"kernel_problem": problem} if problem else {}
     return row, logits
+
+
+def _timed(job: Job, ids: Tensor, cache) -> tuple[Tensor, list[float]]:
+    """The tokens after job.new_tokens more, and the milliseconds of each step but the first."""
+    steps = StepTimes()
+    tokens = _generate(job, ids, cache, job.new_tokens, steps)
+    return tokens, [round(1e3 * (b - a), 3) for a, b in zip(steps.times, steps.times[1:])]
 
 
 def _generate(job: Job, ids: Tensor, cache, new_tokens: int, *criteria: StoppingCriteria, **options):

@@ -19,6 +19,12 @@ def require_plot(path: str) -> None:
 
 def plot_generation(result: dict, path: str) -> None:
     """ms per token over context; of the largest batches the batch and its tokens per second over context, too."""
+    deferred = [
+        {"cache": f"{row['cache']}, deferred stop", "context": row["context"], "ms_per_token": row["deferred_ms"]}
+        for row in result["rows"]
+        if row.get("deferred_ms") is not None
+    ]
+    result = result | {"rows": result["rows"] + deferred}
     panels = [("ms_per_token", "ms per token")]
     if result["find_batch"]:
         panels += [("batch", "largest batch that fits"), ("tokens_per_s", "tokens per second")]

@@ -1,0 +1,84 @@
+"""deferred_stop: transformers' own way to ask one step late whether generate() is done, with our caches."""
+
+import contextlib
+
+import pytest
+import torch
+from test_static import SMALL, static
+from tiny_models import prompt, tiny_model
+
+from oscar_hf import OscarCache, OscarError, compat, deferred_stop
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(compat.generation_utils, "DeferredStopCheck"), reason="needs transformers 5.17 or later"
+)
+
+
+def grown(model, cache, ids, defer, **options):
+    """Greedy tokens, those of a second turn, and how many tokens the cache holds after each."""
+    counted, tokens = [], ids
+    for _ in range(2):
+        with deferred_stop() if defer else contextlib.nullcontext():
+            tokens = model.generate(
+                tokens,
+                do_sample=False,
+                disable_compile=True,
+                pad_token_id=0,
+                **{compat.CACHE_ARGUMENT: cache},
+                **options,
+            )
+        counted.append(int(cache.get_seq_length()))
+        tokens = torch.cat([tokens, ids[:, :3]], 1)
+    return tokens, counted
+
+
+class Event:
+    """A CPU's event: everything has happened."""
+
+    def __init__(self, **options):
+        pass
+
+    def record(self):
+        pass
+
+    synchronize = record
+
+
+@pytest.mark.parametrize("kind", ["growing", "static"])
+@pytest.mark.parametrize("stops_early", [True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_same_tokens_and_same_length(kind, stops_early, device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(torch, "Event", Event)
+        monkeypatch.setattr(compat, "_works_beside_host", lambda device: True)
+    model = tiny_model("qwen3").to(device)
+    ids = prompt(1, 40)[0].to(device)
+
+    def cache():
+        return OscarCache(model.config, **SMALL) if kind == "growing" else static(model, 256)
+
+    options = dict(max_new_tokens=30)
+    if stops_early:
+        plain, _ = grown(model, cache(), ids, False, **options)
+        options["eos_token_id"] = int(plain[0, 52])
+    (expected, lengths), (got, got_lengths) = (grown(model, cache(), ids, defer, **options) for defer in (False, True))
+    assert torch.equal(expected, got)
+    # A step that takes the last token as its input belongs to no token that came out: both leave it out.
+    assert lengths == got_lengths
+
+
+def test_it_ends_with_the_block():
+    before = compat.generation_utils.DeferredStopCheck.is_supported
+    with pytest.raises(ZeroDivisionError), deferred_stop():
+        supported = compat.generation_utils.DeferredStopCheck.is_supported
+        assert supported(torch.device("cuda"), None, True, False)
+        assert not supported(torch.device("cpu"), None, True, False)
+        assert not supported(torch.device("cuda"), None, True, is_assistant=True)
+        raise ZeroDivisionError
+    assert compat.generation_utils.DeferredStopCheck.is_supported is before
+
+
+def test_an_older_transformers_is_named(monkeypatch):
+    monkeypatch.delattr(compat.generation_utils, "DeferredStopCheck")
+    with pytest.raises(OscarError, match="needs transformers 5.17 or later"), deferred_stop():
+        pass
