@@ -80,6 +80,7 @@ class OscarCache(Cache):
         layers = compat.native_layers(config, max_cache_len)
         _check_layers(artifact, layers)
         _check_model(artifact, config)
+        self._check_group_size(config)
 
         step_mask = StepMask()
 
@@ -107,6 +108,14 @@ class OscarCache(Cache):
         self._offloads = offloading
         self._open_layer: OscarLayer | None = None
         self._first_layer = next(iter(self.oscar_layers), None)
+
+    def _check_group_size(self, config: PreTrainedConfig) -> None:
+        """Refuse a group size that no row can be cut into, as far as head dims are known before the first call."""
+        recorded = self.artifact.config
+        dims = compat.attention_geometry(config).get("head_dim"), recorded.head_dim, recorded.value_head_dim
+        for dim in (d for entry in dims for d in (entry if isinstance(entry, list) else [entry])):
+            if dim:
+                self.oscar_config.group_size_for(dim)
 
     @classmethod
     def from_pretrained(

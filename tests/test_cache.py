@@ -240,10 +240,8 @@ def test_arguments_are_checked():
         OscarCache(config, recipe="hadamard", max_cache_len=0)
     with pytest.raises(UnsupportedModelError, match=r"model\.config"):
         OscarCache({"num_hidden_layers": 2}, recipe="hadamard")
-    with pytest.raises(ArtifactError, match="group_size"):
-        model = tiny_model("llama")
-        cache = OscarCache(config, recipe="hadamard", group_size=12)
-        model.generate(prompt(1, 5)[0], past_key_values=cache, max_new_tokens=1)
+    with pytest.raises(ArtifactError, match="group_size.*must divide the head dim"):
+        OscarCache(config, recipe="hadamard", group_size=12)
 
 
 def test_padding_may_be_stated_only_before_the_first_tokens():
