@@ -99,7 +99,9 @@ class StaticOscarLayer(OscarLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the mask: of full width for a step, for calls of many tokens that of a growing cache."""
-        if not self.takes_steps or query_length > MAX_NEW_TOKENS:
+        # A prompt may wait still, if nothing but its dense tensors was read: the next update places it, and is a step then.
+        waits = self.pending is not None and (self.starts_known or not self._mask_seen)
+        if not (self.takes_steps or waits) or query_length > MAX_NEW_TOKENS:
             return super().get_mask_sizes(query_length)
         return self.max_cache_len, 0
 
@@ -164,6 +166,8 @@ class StaticOscarLayer(OscarLayer):
     # -------------------------------------------------------------------------------------------------- update
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Add the tokens of a call, [B, H, M, D]; returns two OscarKV handles over all slots."""
+        if not self.takes_steps:
+            self.commit()
         if self.takes_steps and key_states.shape[2] <= MAX_NEW_TOKENS:
             return self._take_step(key_states, value_states)
         return self._take_prompt(key_states, value_states)

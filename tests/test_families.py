@@ -7,7 +7,7 @@ import torch
 import transformers
 from test_calibrate import tokenizer
 from test_static import Counting
-from tiny_models import EAGER_ONLY, ENCODER_DECODER, FAMILIES, VISION, inputs, prompt, tiny_config, tiny_model
+from tiny_models import EAGER_ONLY, ENCODER_DECODER, FAMILIES, TOKENS, VISION, inputs, prompt, tiny_config, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from oscar_hf import CacheStateError, OscarCache, OscarConfig, UnsupportedModelError, compat, evaluate
@@ -181,3 +181,29 @@ def test_latent_attention_is_refused():
     config = transformers.DeepseekV3Config(num_hidden_layers=2)
     with pytest.raises(UnsupportedModelError, match="deepseek_v3 uses multi-head latent attention"):
         OscarCache(config, recipe="hadamard")
+
+
+# Models whose attention is code of their own, which calls torch on what update() returns.
+OLDER = {
+    "GPT2": dict(), "GPTJ": dict(rotary_dim=8), "CodeGen": dict(rotary_dim=8), "OPT": dict(word_embed_proj_dim=64),
+    "GPTNeo": dict(attention_types=[[["global"], 2]]), "GPTNeoX": dict(), "Bloom": dict(), "Falcon": dict(alibi=False),
+    "StableLm": dict(num_key_value_heads=2), "Phi": dict(), "Persimmon": dict(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_attention_code(name):
+    torch.manual_seed(0)
+    fields = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=512)
+    config = getattr(transformers, f"{name}Config")(**TOKENS | fields | OLDER[name])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.data.normal_(0, 0.3)
+    # In float64 no code is near enough to a rounding boundary.
+    model, arguments = model.double(), inputs("llama", 2, LENGTH)
+    expected = generate(model, arguments, OscarCache(config, _returns_dense=True, **WINDOWS))
+    check_equal(generate(model, arguments, OscarCache(config, **WINDOWS)), expected)
+    if name != "Bloom":
+        # Its prompts want keys as long as the cache.
+        check_equal(generate(model, arguments, OscarCache(config, max_cache_len=64, **WINDOWS)), expected)
