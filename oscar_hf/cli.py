@@ -67,7 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("model", help="folder or Hub repository id; only its config is read")
     plan.add_argument("--revision", help="branch, tag or commit of the model on the Hub")
+    plan.add_argument(
+        "--gguf-file", metavar="F", help="read the config from this GGUF file of the folder or repository"
+    )
     plan.add_argument("--artifact", metavar="A", help="folder or Hub repository id (default: the recipe hadamard)")
+    plan.add_argument("--subfolder", help="folder of the artifact inside its repository")
     length = plan.add_mutually_exclusive_group()
     length.add_argument("--context", type=at_least(1), metavar="N", help="tokens to count for (default: 32768 at most)")
     length.add_argument(
@@ -79,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="compare artifacts on a model: KL divergence from the BF16 cache")
     _model_arguments(evaluate)
     evaluate.add_argument("--artifact", nargs="+", required=True, metavar="A", help="folders or Hub repository ids")
+    evaluate.add_argument("--subfolder", help="folder inside the repository of each artifact")
     evaluate.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text not used to calibrate")
     evaluate.add_argument("--context", type=at_least(4), default=4096, help="tokens per sequence (default: 4096)")
     evaluate.add_argument("--sequences", type=at_least(1), default=4, help="sequences from the text (default: 4)")
@@ -187,6 +192,8 @@ def _plan(args) -> int:
         context=args.context,
         max_cache_len=args.max_cache_len,
         revision=args.revision,
+        gguf_file=args.gguf_file,
+        subfolder=args.subfolder,
     )
     print(result)
     return _finish(result.as_dict(), args.json)
@@ -199,7 +206,7 @@ def _evaluate(args) -> int:
     from .calibrate import read_texts, token_sequences
     from .evaluate import evaluate
 
-    artifacts = {name: Artifact.load(name) for name in args.artifact}
+    artifacts = {name: Artifact.load(name, subfolder=args.subfolder) for name in args.artifact}
     text, source = read_texts(args.text)
     model, tokenizer = _load(args)
     sequences = token_sequences(

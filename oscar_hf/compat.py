@@ -1,6 +1,8 @@
 """Every difference between transformers versions, and every question about a model config, in one place."""
 
 import contextlib
+import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,9 @@ _MAX_FIELD = 1 << 30
 
 # Name of the class by which generate() defers its question whether it is done; transformers has it from 5.17 on.
 _DEFERRED = "DeferredStopCheck"
+_deferring = threading.Lock()
+# How many blocks of `deferred_stop` are open, and what transformers' own answer is while there are any.
+_deferred_blocks, _plain_is_supported = 0, None
 
 
 @contextlib.contextmanager
@@ -37,25 +42,40 @@ def deferred_stop() -> Iterator[None]:
     """Within it, generate() learns one step late whether it is done, and so prepares a step while the GPU runs the one before.
 
     transformers works that way by itself on Apple's GPUs, and only with a cache that can be cropped, since the step that was one
-    too many is taken back: the same tokens come out, and the cache ends at the same length. This asks for it on all devices that
-    work beside the host; on a CPU it changes nothing. It holds for the whole process, other threads included. Raises OscarError
-    where transformers is older than 5.17.
+    too many is taken back: the same tokens come out, and the cache ends at the same length (a sampled step too many has drawn
+    a random number, though). This asks for it on all devices that work beside the host; on a CPU it changes nothing. Until the
+    last open block ends it holds for the whole process. Raises OscarError where transformers is older than 5.17.
     """
+    global _deferred_blocks, _plain_is_supported
     check = getattr(generation_utils, _DEFERRED, None)
     if check is None:
         raise OscarError(
             f"deferred_stop needs transformers 5.17 or later, got {transformers.__version__}: update it, or leave deferred_stop out"
         )
-    plain = check.is_supported
-
-    def is_supported(device, *arguments, **options):
-        return plain(torch.device("mps") if _works_beside_host(device) else device, *arguments, **options)
-
-    check.is_supported = staticmethod(is_supported)
+    with _deferring:
+        if not _deferred_blocks:
+            _plain_is_supported = check.is_supported
+            check.is_supported = staticmethod(_is_supported_beside_host)
+        _deferred_blocks += 1
     try:
         yield
     finally:
-        check.is_supported = staticmethod(plain)
+        with _deferring:
+            _deferred_blocks -= 1
+            if not _deferred_blocks:
+                check.is_supported = staticmethod(_plain_is_supported)
+
+
+def _is_supported_beside_host(device, cache, *arguments, **options):
+    if not _works_beside_host(device):
+        return _plain_is_supported(device, cache, *arguments, **options)
+    if cache is not None and not cache.is_croppable:
+        warnings.warn(
+            f"oscar_hf: deferred_stop changes nothing for this {type(cache).__name__}, which cannot be cropped: leave it out, or "
+            "use a growing cache if the model has sliding layers",
+            stacklevel=2,
+        )
+    return _plain_is_supported(torch.device("mps"), cache, *arguments, **options)
 
 
 def can_defer_stop(cache, device: torch.device) -> bool:

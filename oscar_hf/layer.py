@@ -409,8 +409,16 @@ class OscarLayer(CacheLayerMixin):
         return self.held
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the mask for a call with `query_length` new tokens."""
+        """(length, offset) of the mask for a call with `query_length` new tokens, of which there must be one."""
+        self._check_some_are_new(query_length)
         return self.held + int(query_length), 0
+
+    def _check_some_are_new(self, query_length: int) -> None:
+        if not query_length:
+            raise CacheStateError(
+                f"no token is new: the cache holds {self.held} already, and generate() takes the whole text, at least one token "
+                "longer than that (the model itself takes the new tokens alone)"
+            )
 
     def get_max_length(self) -> int:
         """-1: a growing layer has no maximum."""

@@ -85,7 +85,8 @@ class MemoryReport:
         else:
             change = f"{self.ratio:.2f}x smaller" if self.ratio >= 1 else f"{1 / self.ratio:.2f}x larger"
             lines.append(
-                f"BF16 would take {_mib(self.bf16_bytes)}: {change}, {self.bits_per_element:.2f} bits per element"
+                f"BF16 would take {_mib(self.bf16_bytes)}: {change}, {self.bits_per_element:.2f} bits per element without "
+                "constants"
             )
         return "\n".join(lines)
 

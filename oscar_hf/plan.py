@@ -7,6 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -83,18 +84,23 @@ def plan(
     context: int | None = None,
     max_cache_len: int | None = None,
     revision: str | None = None,
+    gguf_file: str | None = None,
+    subfolder: str | None = None,
 ) -> Plan:
-    """Plan of a model, a folder or Hub repository id of which only the config is read.
+    """Plan of a model, a folder or Hub repository id of which only the config is read, of gguf_file if that is given.
 
-    artifact: None plans for the recipe `hadamard`. context: tokens to count for; max_cache_len: plan a static cache of that
-    size instead. Raises OscarError where OscarCache would refuse the model, with its reason.
+    artifact: None plans for the recipe `hadamard`; subfolder: where it is in its repository. context: tokens to count for;
+    max_cache_len: plan a static cache of that size instead. Raises OscarError where OscarCache would refuse the model, with
+    its reason.
     """
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
+        options = {"gguf_file": gguf_file} if gguf_file else {}
+        config = AutoConfig.from_pretrained(name, revision=revision, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OscarError(f"cannot read the config of {name!r}: {reason}") from error
-    loaded = Artifact.load(artifact) if artifact else Artifact.data_free("hadamard")
+        hint = "" if gguf_file or not any(Path(name).glob("*.gguf")) else "; name its GGUF file with --gguf-file"
+        raise OscarError(f"cannot read the config of {name!r}: {reason}{hint}") from error
+    loaded = Artifact.load(artifact, subfolder=subfolder) if artifact else Artifact.data_free("hadamard")
     return plan_config(config, loaded, name, context=context, max_cache_len=max_cache_len)
 
 

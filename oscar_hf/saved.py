@@ -78,10 +78,11 @@ def save(cache, directory: str | os.PathLike, include_artifact: bool = True) -> 
     scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
     try:
         _write(cache, scratch, include_artifact)
-        # mkdtemp makes private folders; a saved cache is to be shared like any other.
+        # mkdtemp makes private folders, safetensors private files; a saved cache is to be shared like any other.
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(scratch, 0o777 & ~mask)
+        for path in (scratch, *scratch.rglob("*")):
+            os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
         _put_in_place(scratch, directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -103,6 +103,7 @@ class StaticOscarLayer(OscarLayer):
         waits = self.pending is not None and (self.starts_known or not self._mask_seen)
         if not (self.takes_steps or waits) or query_length > MAX_NEW_TOKENS:
             return super().get_mask_sizes(query_length)
+        self._check_some_are_new(query_length)
         return self.max_cache_len, 0
 
     def get_max_length(self) -> int:

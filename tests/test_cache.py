@@ -431,6 +431,18 @@ def test_feeding_the_same_prompt_again_warns():
         model(input_ids=ids, past_key_values=cache)
 
 
+@pytest.mark.parametrize("room", [{}, dict(max_cache_len=64)])
+def test_generating_from_the_question_alone_says_what_is_missing(room):
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 40)
+    cache = OscarCache(model.config, recipe="hadamard", **room)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    with pytest.raises(CacheStateError, match="no token is new: the cache holds 40.*takes the whole text"):
+        model.generate(ids[:, :7], past_key_values=cache, max_new_tokens=2)
+    assert int(cache.get_seq_length()) == 40
+
+
 def test_an_interrupted_forward_is_noticed():
     model = tiny_model("llama")
     ids, _ = prompt(1, 40)

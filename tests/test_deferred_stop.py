@@ -78,6 +78,23 @@ def test_it_ends_with_the_block():
     assert compat.generation_utils.DeferredStopCheck.is_supported is before
 
 
+def test_blocks_that_overlap_end_with_the_last_one():
+    check = compat.generation_utils.DeferredStopCheck
+    before, first, second = check.is_supported, deferred_stop(), deferred_stop()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert check.is_supported(torch.device("cuda"), None, True, False)
+    second.__exit__(None, None, None)
+    assert check.is_supported is before
+
+
+def test_a_cache_that_cannot_be_cropped_is_named():
+    cache = static(tiny_model("gemma3"), 128)
+    with deferred_stop(), pytest.warns(UserWarning, match="StaticOscarCache, which cannot be cropped"):
+        assert not compat.generation_utils.DeferredStopCheck.is_supported(torch.device("cuda"), cache, True, False)
+
+
 def test_an_older_transformers_is_named(monkeypatch):
     monkeypatch.delattr(compat.generation_utils, "DeferredStopCheck")
     with pytest.raises(OscarError, match="needs transformers 5.17 or later"), deferred_stop():

@@ -320,8 +320,11 @@ class Run:
             assert not twin.total or layer.is_initialized
             placed = self.twin_of(layer)
             assert (layer.tokens, layer.history) == (placed.placed, placed.history)
+            # What waits is placed by the next update, which is a step then unless a row's padding is still unknown.
+            placed_next = layer.pending is not None and (layer.starts_known or not layer._mask_seen)
+            takes_steps = is_static and (layer.takes_steps or placed_next)
             for count in (1, MAX_NEW_TOKENS, MAX_NEW_TOKENS + 1, 40):
-                full = is_static and count <= MAX_NEW_TOKENS and layer.takes_steps
+                full = takes_steps and count <= MAX_NEW_TOKENS
                 assert layer.get_mask_sizes(count) == (MAX_CACHE_LEN if full else twin.total + count, 0)
             if twin.total:
                 assert cache.batch_size == layer.batch_size == twin.batch

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from ..errors import OscarError
 from . import plot
+from .shapes import SHAPES, check_shape
 
 DEFAULT_CACHES = ("dynamic", "static", "quantized", "oscar")
 DEFAULT_COMPILED = ("dynamic", "static", "oscar", "oscar-static")
@@ -49,7 +50,9 @@ def add_commands(parser: argparse.ArgumentParser, run: Callable) -> None:
         "--turns", type=at_least(1), nargs="*", metavar="N",
         help="also measure N new tokens on top of a history of each context (without a number: 2048 8192)",
     )  # fmt: skip
-    prefill.add_argument("--repeats", type=at_least(1), default=3, metavar="N", help="runs; the median is reported")
+    prefill.add_argument(
+        "--repeats", type=at_least(1), default=3, metavar="N", help="runs, whose median is reported (default: 3)"
+    )
     prefill.set_defaults(bench=bench_prefill, draw=plot.plot_prefill)
 
     for command in (kernel, decode, prefill):
@@ -61,14 +64,21 @@ def add_commands(parser: argparse.ArgumentParser, run: Callable) -> None:
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--shape", default="qwen3-8b", help="shape preset with random weights (default: qwen3-8b)")
+    which.add_argument(
+        "--shape", default="qwen3-8b", help=f"shape with random weights: {', '.join(SHAPES)} (default: qwen3-8b)"
+    )
     which.add_argument("--model", metavar="NAME", help="folder or Hub repository id of a causal language model instead")
     parser.add_argument("--gguf-file", metavar="F", help="load --model from this GGUF file")
     parser.add_argument(
         "--artifact", metavar="A", help="folder or Hub id (default: constants without statistics, of the same cost)"
     )
     parser.add_argument(
-        "--context", type=at_least(2), nargs="+", default=[32768, 102400], metavar="N", help="prompt tokens"
+        "--context",
+        type=at_least(2),
+        nargs="+",
+        default=[32768, 102400],
+        metavar="N",
+        help="prompt tokens (default: 32768 102400)",
     )
     parser.add_argument(
         "--synthetic-prefill", action="store_true",
@@ -94,7 +104,10 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 def _batch(text: str) -> int | None:
     """None for `max`."""
-    return None if text == "max" else at_least(1)(text)
+    try:
+        return None if text == "max" else at_least(1)(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor max") from None
 
 
 def bench_kernel(args, load_model: Callable) -> dict:
@@ -144,6 +157,8 @@ def _prepare(args, load_model: Callable, default_caches) -> tuple:
     _check_plot(args)
     if args.gguf_file and not args.model:
         raise OscarError("--gguf-file says which file of a model to load: give --model, too")
+    if not args.model:
+        check_shape(args.shape)
     device = require_cuda(args.device)
     kinds, note = choose(names)
     if note:

@@ -1,4 +1,4 @@
-"""What is benched: shapes of published models with random weights, models by name, their artifacts and prompts."""
+"""What is benched: preset shapes with random weights, models by name, their artifacts and prompts."""
 
 import torch
 from torch import Tensor
@@ -9,24 +9,12 @@ from ..artifact import Artifact
 from ..config import OscarConfig
 from ..constants import LayerConstants
 from ..errors import OscarError
-
-# Weights are random and built on the device, for speed does not depend on their values.
-SHAPES = {
-    "qwen3-8b": dict(
-        model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=262144,
-    ),
-    "qwen3-0.6b": dict(
-        model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=262144,
-    ),
-}  # fmt: skip
+from .shapes import SHAPES, check_shape
 
 
 def shaped_model(shape: str, device: torch.device):
-    """A model of a preset shape with random BF16 weights, sdpa attention."""
-    if shape not in SHAPES:
-        raise OscarError(f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}")
+    """A model of a preset shape with random BF16 weights, built on the device, sdpa attention."""
+    check_shape(shape)
     config = AutoConfig.for_model(**SHAPES[shape], eos_token_id=None, bos_token_id=None, pad_token_id=None)
     with torch.device(device):
         torch.manual_seed(0)
