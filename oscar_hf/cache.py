@@ -9,11 +9,13 @@ from transformers import Cache, PreTrainedConfig, StaticCache
 
 from . import compat, native
 from .artifact import Artifact
-from .config import OVERRIDABLE, OscarConfig
+from .config import OVERRIDABLE, RECIPES, OscarConfig
 from .errors import ArtifactError, CacheStateError, OscarError
 from .kernels.decode import MAX_NEW_TOKENS
+from .kernels.step import OVERFLOW
 from .layer import OscarLayer
 from .memory import LayerMemory, MemoryReport, tensors_of
+from .ops import overflow_message
 from .static_layer import StaticOscarLayer, StepMask
 
 # Fewer equal tokens at the start of two turns are likely chance (a BOS token, a chat header).
@@ -67,6 +69,8 @@ class OscarCache(Cache):
         if recipe is not None:
             artifact = Artifact.data_free(recipe)
         elif not isinstance(artifact, Artifact):
+            if isinstance(artifact, str) and artifact in RECIPES:
+                raise ArtifactError(f"{artifact!r} is a recipe, not an artifact: pass recipe={artifact!r}")
             artifact = Artifact.load(artifact)
         self.artifact = artifact
         self.oscar_config: OscarConfig = artifact.config.override(**overrides)
@@ -80,7 +84,6 @@ class OscarCache(Cache):
         layers = compat.native_layers(config, max_cache_len)
         _check_layers(artifact, layers)
         _check_model(artifact, config)
-        self._check_group_size(config)
 
         step_mask = StepMask()
 
@@ -96,6 +99,7 @@ class OscarCache(Cache):
                 "is quantized",
                 stacklevel=2,
             )
+        self._check_group_sizes(config, layers)
         self._blank = {}
         if max_cache_len is None:
             ours = [isinstance(layer, OscarLayer) for layer in layers]
@@ -109,13 +113,18 @@ class OscarCache(Cache):
         self._open_layer: OscarLayer | None = None
         self._first_layer = next(iter(self.oscar_layers), None)
 
-    def _check_group_size(self, config: PreTrainedConfig) -> None:
-        """Refuse a group size that no row can be cut into, as far as head dims are known before the first call."""
-        recorded = self.artifact.config
-        dims = compat.attention_geometry(config).get("head_dim"), recorded.head_dim, recorded.value_head_dim
-        for dim in (d for entry in dims for d in (entry if isinstance(entry, list) else [entry])):
-            if dim:
-                self.oscar_config.group_size_for(dim)
+    def _check_group_sizes(self, config: PreTrainedConfig, layers: list) -> None:
+        """Refuse a group size that rows cannot be cut into, as far as head dims are known before the first call."""
+        for layer in layers:
+            if isinstance(layer, OscarLayer):
+                try:
+                    geometry = compat.layer_geometry(config, layer.layer_idx)
+                    dims = geometry.key_dim, geometry.value_dim
+                except OscarError:
+                    names = ("head_dim", "value_head_dim")
+                    dims = (self.artifact.config.per_layer(name, layer.layer_idx) for name in names)
+                for dim in filter(None, dims):
+                    self.oscar_config.group_size_for(dim)
 
     @classmethod
     def from_pretrained(
@@ -172,6 +181,7 @@ class OscarCache(Cache):
         """
         from .saved import save
 
+        self.check_overflow()
         return save(self, directory, include_artifact)
 
     def record_model(self, fields: dict) -> None:
@@ -252,8 +262,9 @@ class OscarCache(Cache):
         Only needed where the cache cannot see the mask itself (flash attention): the sink then is the first real tokens
         of each row. Raises CacheStateError if tokens are held already, or for a mask of another shape.
         """
-        if attention_mask.dim() != 2:
-            raise CacheStateError(f"attention_mask must be [batch, tokens], got {list(attention_mask.shape)}")
+        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise CacheStateError(f"attention_mask must be a tensor [batch, tokens], got {given}")
         real = attention_mask.bool()
         starts = torch.where(real.any(-1), real.int().argmax(-1), 0).tolist()
         for layer in self.oscar_layers:
@@ -261,6 +272,7 @@ class OscarCache(Cache):
 
     def __iter__(self):
         """(keys, values, sliding window) of each layer as DynamicCache gives them: dense, the history dequantized."""
+        self.check_overflow()
         for layer in self.layers:
             if isinstance(layer, OscarLayer):
                 yield (*(layer.dense(kind) if layer.is_initialized else None for kind in "kv"), None)
@@ -277,6 +289,7 @@ class OscarCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens. Raises CacheStateError, with no layer changed, where one cannot."""
+        check_whole_number("crop", tokens_to_remove)
         others = [layer for layer in self.layers if not isinstance(layer, OscarLayer) and tensors_of(layer)]
         if tokens_to_remove:
             for layer in others:
@@ -299,11 +312,15 @@ class OscarCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch `repeats` times."""
+        check_whole_number("batch_repeat_interleave", repeats, minimum=1)
         for layer in self.layers:
             if isinstance(layer, OscarLayer):
                 layer.batch_repeat_interleave(repeats)
             else:
                 native.repeat_rows(layer, repeats)
+
+    def check_overflow(self) -> None:
+        """Raise CacheStateError if tokens could not be stored; a growing cache stores all."""
 
     def commit(self) -> None:
         """Pack what the latest call left exact; every reader does so by itself."""
@@ -312,6 +329,7 @@ class OscarCache(Cache):
 
     def memory_report(self) -> MemoryReport:
         """Bytes by region and layer; print it for a table."""
+        self.check_overflow()
         self.commit()
         report = []
         for index, layer in enumerate(self.layers):
@@ -355,8 +373,43 @@ class StaticOscarCache(OscarCache, StaticCache):
         return self._update_prompt(key_states, value_states, layer_idx, *args, **kwargs)
 
     @torch.compiler.disable
-    def _update_prompt(self, *args, **kwargs):
-        return super().update(*args, **kwargs)
+    def _update_prompt(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        if self._first_layer is not None and layer_idx == self._first_layer.layer_idx:
+            self.check_overflow()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def check_overflow(self) -> None:
+        """Raise CacheStateError, once, if compiled steps did not fit; no layer has stored anything of them."""
+        if self._take_overflow():
+            raise CacheStateError(overflow_message(self._first_layer.held, "some", self._first_layer.max_cache_len))
+
+    def _take_overflow(self) -> bool:
+        """Whether a step did not fit; the layers forget it."""
+        flags = [layer.counters[OVERFLOW].cpu() for layer in self.oscar_layers]
+        if not any(flags):
+            return False
+        for layer in self.oscar_layers:
+            layer.counters[OVERFLOW] = 0
+        return True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As OscarCache, after `check_overflow`; 0 does not ask the device."""
+        # The step that a deferred stop takes back may be one that did not fit: then nothing is there to be removed.
+        if tokens_to_remove == -1 and compat.stop_is_deferred() and self._take_overflow():
+            return
+        if tokens_to_remove:
+            self.check_overflow()
+        super().crop(tokens_to_remove)
+
+
+def check_whole_number(what: str, given, minimum: int | None = None) -> None:
+    """Raise CacheStateError for anything but an int (or a tensor that holds one) from `minimum` on."""
+    is_whole = isinstance(given, int) or (
+        isinstance(given, Tensor) and given.numel() == 1 and not given.is_floating_point()
+    )
+    if not is_whole or isinstance(given, bool) or (minimum is not None and given < minimum):
+        allowed = "a whole number" if minimum is None else f"a whole number from {minimum} on"
+        raise CacheStateError(f"{what} takes {allowed}, got {given!r}")
 
 
 def _check_max_cache_len(max_cache_len: int, offloading: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
 from transformers.generation import utils as generation_utils
 from transformers.models.auto import modeling_auto
@@ -42,9 +42,10 @@ def deferred_stop() -> Iterator[None]:
     """Within it, generate() learns one step late whether it is done, and so prepares a step while the GPU runs the one before.
 
     transformers works that way by itself on Apple's GPUs, and only with a cache that can be cropped, since the step that was one
-    too many is taken back: the same tokens come out, and the cache ends at the same length (a sampled step too many has drawn
-    a random number, though). This asks for it on all devices that work beside the host; on a CPU it changes nothing. Until the
-    last open block ends it holds for the whole process. Raises OscarError where transformers is older than 5.17.
+    too many is taken back: the same tokens come out, and the cache ends at the same length (what stays of that step: one more
+    token may have been packed, and a random number drawn). This asks for it on all devices that work beside the host; on a
+    CPU it changes nothing. Until the last open block ends it holds for the whole process. Raises OscarError where
+    transformers is older than 5.17.
     """
     global _deferred_blocks, _plain_is_supported
     check = getattr(generation_utils, _DEFERRED, None)
@@ -66,21 +67,29 @@ def deferred_stop() -> Iterator[None]:
                 check.is_supported = staticmethod(_plain_is_supported)
 
 
-def _is_supported_beside_host(device, cache, *arguments, **options):
-    if not _works_beside_host(device):
-        return _plain_is_supported(device, cache, *arguments, **options)
-    if cache is not None and not cache.is_croppable:
+def stop_is_deferred() -> bool:
+    """Whether a block of `deferred_stop` is open."""
+    return _deferred_blocks > 0
+
+
+def _is_supported_beside_host(device, cache, cache_is_returned, is_assistant):
+    # transformers' crop of a pair of caches knows its own classes only.
+    if not _works_beside_host(device) or (isinstance(cache, EncoderDecoderCache) and cache_is_returned):
+        return _plain_is_supported(device, cache, cache_is_returned, is_assistant)
+    supported = _plain_is_supported(torch.device("mps"), cache, cache_is_returned, is_assistant)
+    if not supported and not is_assistant:
         warnings.warn(
             f"oscar_hf: deferred_stop changes nothing for this {type(cache).__name__}, which cannot be cropped: leave it out, or "
             "use a growing cache if the model has sliding layers",
             stacklevel=2,
         )
-    return _plain_is_supported(torch.device("mps"), cache, *arguments, **options)
+    return supported
 
 
 def can_defer_stop(cache, device: torch.device) -> bool:
     """Whether `deferred_stop` makes a difference for a cache that is passed to generate()."""
-    return hasattr(generation_utils, _DEFERRED) and _works_beside_host(device) and cache.is_croppable
+    is_ours = not isinstance(cache, EncoderDecoderCache)
+    return hasattr(generation_utils, _DEFERRED) and _works_beside_host(device) and is_ours and cache.is_croppable
 
 
 def _works_beside_host(device: torch.device) -> bool:
@@ -97,7 +106,13 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     count = getattr(decoder, "num_decoder_layers", None)
     if count is not None and decoder is not config:
         # T5: transformers leaves the encoder's number of layers in its copy of the config.
-        decoder.num_hidden_layers = count
+        try:
+            decoder.num_hidden_layers = count
+        except NotImplementedError:
+            raise UnsupportedModelError(
+                f"the config of a {config.model_type} model does not say its decoder's layers in the way this package reads: use "
+                "DynamicCache for this model"
+            ) from None
     return decoder
 
 
@@ -127,6 +142,11 @@ def native_layers(config: PreTrainedConfig, max_cache_len: int | None = None) ->
     except KeyError as error:
         raise UnsupportedModelError(
             f"transformers {transformers.__version__} knows no cache layer of the kind {error}: update transformers"
+        ) from None
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"transformers makes no cache for this {config.model_type or type(config).__name__} config ({error}): pass the "
+            "config of a language model, complete as its model_type needs it"
         ) from None
     layers = list(cache.layers)
     modes = list(shared_field(config, "kv_sharing_modes") or ())

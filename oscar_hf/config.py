@@ -162,7 +162,7 @@ class OscarConfig:
         if head_dim % self.group_size:
             raise ArtifactError(
                 f"group_size: got {self.group_size}, but it must divide the head dim {head_dim}: "
-                f"use one of {', '.join(str(g) for g in range(1, head_dim + 1) if head_dim % g == 0 and g >= 8)}"
+                f"use one of {', '.join(str(g) for g in range(1, head_dim + 1) if head_dim % g == 0)}"
             )
         return self.group_size
 

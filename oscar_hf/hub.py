@@ -25,6 +25,11 @@ def resolve(name_or_path, *, revision, subfolder, token, cache_dir, local_files_
     files from one commit.
     """
     subfolder = _plain_subfolder(subfolder)
+    if not isinstance(name_or_path, (str, os.PathLike)) or not str(name_or_path).strip():
+        given = repr(name_or_path) if isinstance(name_or_path, str) else f"a {type(name_or_path).__name__}"
+        raise ArtifactError(
+            f"an artifact is named by a folder or a Hub repository id 'owner/name' (or is an Artifact), got {given}"
+        )
     path = Path(name_or_path)
     if path.is_dir():
         folder = path / subfolder if subfolder else path

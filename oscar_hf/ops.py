@@ -181,11 +181,13 @@ def _attend(query, storage, constants, mask, facts, scale, spec):
         return attend(*opened, query, mask, facts, scale)
     beside, stream = _beside(query.device), torch.cuda.current_stream(query.device)
     beside.wait_stream(stream)
-    with torch.cuda.stream(beside):
-        encode_ahead_triton(*sides, stored.counters, layout.recent)
-    output = attend(*opened, query, mask, facts, scale)
-    stream.wait_stream(beside)
-    return output
+    try:
+        with torch.cuda.stream(beside):
+            encode_ahead_triton(*sides, stored.counters, layout.recent)
+        return attend(*opened, query, mask, facts, scale)
+    finally:
+        # Whatever happens, a capture must find its streams joined.
+        stream.wait_stream(beside)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ Nothing is estimated twice: the layers are OscarCache's own, allocated on the me
 """
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,10 +94,13 @@ def plan(
     max_cache_len: plan a static cache of that size instead. Raises OscarError where OscarCache would refuse the model, with
     its reason.
     """
+    if not isinstance(name, (str, os.PathLike)):
+        raise OscarError(f"a model is named by a folder or a Hub repository id, got a {type(name).__name__}")
     try:
         options = {"gguf_file": gguf_file} if gguf_file else {}
         config = AutoConfig.from_pretrained(name, revision=revision, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:
+        # Configs come from strangers, and transformers checks them with exceptions of many kinds.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = "" if gguf_file or not any(Path(name).glob("*.gguf")) else "; name its GGUF file with --gguf-file"
         raise OscarError(f"cannot read the config of {name!r}: {reason}{hint}") from error
@@ -118,6 +122,8 @@ def plan_config(
         warnings.simplefilter("always")
         cache = OscarCache(config, artifact=artifact, max_cache_len=max_cache_len)
     notes = [str(w.message).removeprefix("oscar_hf: ") for w in caught if str(w.message).startswith("oscar_hf: ")]
+    if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
+        raise OscarError(f"context must be a positive number of tokens, got {context!r}")
     context = max_cache_len or context or _default_context(decoder)
     eager = "packed, but transformers offers the model no sdpa attention, and eager attention runs in PyTorch"
     eager = eager if compat.supports_sdpa(config) is False else ""

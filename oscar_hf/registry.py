@@ -30,20 +30,24 @@ _registered: dict[str, tuple[Callable, Callable]] = {}
 _expanded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def register_attention(names: Iterable[str] = NAMES) -> Callable[[], None]:
+def register_attention(names: str | Iterable[str] = NAMES) -> Callable[[], None]:
     """Wrap those of the named entries of transformers' AttentionInterface that exist; returns a function that undoes it.
 
     Calls whose keys and values are not OscarCache's pass through untouched. names: `sdpa`, and functions with flash
     attention's masks ([B, T] or None), which may be a hub kernel's name. Calling it twice changes nothing; any returned
-    function restores every entry, except one that somebody else has replaced since. Raises OscarError for `eager`, which
-    is never an entry: registering one would replace each model's own eager attention.
+    function restores every entry, except one that somebody else has replaced since. Raises OscarError for a name that
+    transformers does not have, and for `eager`, which is never an entry: registering one would replace each model's own eager
+    attention.
     """
-    names = list(names)
+    names = [names] if isinstance(names, str) else list(names)
     if "eager" in names:
         raise OscarError(
             "eager attention cannot be registered: it is each model's own, and OscarCache reaches it as it is"
         )
     entries = AttentionInterface()
+    unknown = [name for name in names if name not in NAMES and entries.get(name) is None]
+    if unknown:
+        raise OscarError(f"transformers has no attention named {unknown}: use {', '.join(NAMES)}, or a name it has")
     for name in names:
         function = entries.get(name)
         if function is None or function is _registered.get(name, (None,))[0]:

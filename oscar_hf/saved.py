@@ -70,7 +70,7 @@ def _layer_file(index: int) -> str:
 # ---------------------------------------------------------------------------------------------------------- save
 def save(cache, directory: str | os.PathLike, include_artifact: bool = True) -> Path:
     """Write a cache to a folder; an interruption leaves what was there before. See `OscarCache.save_pretrained`."""
-    given, directory = Path(directory), Path(os.path.realpath(directory))
+    given, directory = Path(folder_name(directory)), Path(os.path.realpath(directory))
     cache.commit()
     _check_savable(cache)
     _check_target(directory)
@@ -218,12 +218,42 @@ def _device(name) -> torch.device:
         raise OscarError(f"device is {name!r}, allowed are names such as 'cpu', 'cuda', 'cuda:1': {error}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OscarError(f"device is {name!r}, but torch sees no CUDA GPU here: use device='cpu'")
+    try:
+        usable = device.type != "meta" and torch.empty(1, device=device).cpu().numel()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        usable = False
+    if not usable or (device.type == "cpu" and device.index):
+        raise OscarError(
+            f"device is {name!r}, on which nothing can be stored here: use 'cpu', or a GPU that torch sees"
+        )
     return device
+
+
+def folder_name(given) -> str | os.PathLike:
+    """A folder as it was given; OscarError for anything that is not the name of one."""
+    if not isinstance(given, (str, os.PathLike)) or not str(given).strip():
+        raise OscarError(f"a saved cache is a folder: give its name, got {given!r}")
+    return given
+
+
+def _check_same_model(directory: Path, config, index: int, record: dict) -> None:
+    """Refuse a config of other heads than were saved, where it states them."""
+    try:
+        geometry = compat.layer_geometry(config, index)
+    except OscarError:
+        return
+    saved = tuple(record.get(name) for name in ("kv_heads", "key_dim", "value_dim"))
+    wanted = (geometry.kv_heads, geometry.key_dim, geometry.value_dim)
+    if saved != wanted:
+        raise CacheStateError(
+            f"{directory}, layer {index}: (KV heads, key dim, value dim) = {saved} were saved, this model has {wanted}: it was "
+            "saved with another model"
+        )
 
 
 def load(cls, directory, config=None, artifact=None, device=None, max_cache_len=None, offloading=False):
     """A cache from a folder that `save` wrote. See `OscarCache.load`."""
-    directory = Path(directory)
+    directory = Path(folder_name(directory))
     content = _read_json(directory)
     artifact = _artifact(directory, content, artifact)
     given = config
@@ -248,6 +278,8 @@ def load(cls, directory, config=None, artifact=None, device=None, max_cache_len=
                 f"{type(layer).__name__} there: it was saved with another model"
             )
         _check_file(path, record)
+        if ours and given is not None:
+            _check_same_model(directory, compat.text_config(given), index, record)
         if ours:
             _restore(path, index, layer, record, device)
         else:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from test_static import SMALL, static
 from tiny_models import prompt, tiny_model
+from transformers import DynamicCache, EncoderDecoderCache
 
-from oscar_hf import OscarCache, OscarError, compat, deferred_stop
+from oscar_hf import OscarCache, OscarError, compat, deferred_stop, ops
+from oscar_hf.kernels.step import place_tokens_reference
 
 pytestmark = pytest.mark.skipif(
     not hasattr(compat.generation_utils, "DeferredStopCheck"), reason="needs transformers 5.17 or later"
@@ -65,6 +67,44 @@ def test_same_tokens_and_same_length(kind, stops_early, device, monkeypatch):
     assert torch.equal(expected, got)
     # A step that takes the last token as its input belongs to no token that came out: both leave it out.
     assert lengths == got_lengths
+
+
+def test_a_full_cache_at_the_end(monkeypatch):
+    """The step that is one too many does not fit; on a GPU it only leaves a flag, and then there is nothing to take back."""
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(compat, "_works_beside_host", lambda device: True)
+
+    def place(stored, constants, layout, keys, values):
+        sides = ops._sides(stored, constants, layout)
+        place_tokens_reference(*sides, keys, values, stored.counters, layout.recent, stored.start, layout.limit)
+
+    monkeypatch.setattr(ops, "place", place)
+    model, ids = tiny_model("qwen3"), prompt(1, 40)[0]
+    options = dict(do_sample=False, disable_compile=True, pad_token_id=0, max_new_tokens=30)
+    plain = model.generate(ids, **{compat.CACHE_ARGUMENT: static(model, 256)}, **options)
+    options["eos_token_id"] = int(plain[0, 62])
+    expected = model.generate(ids, **{compat.CACHE_ARGUMENT: static(model, 256)}, **options)
+    cache = static(model, expected.shape[1] - 1)
+    with deferred_stop():
+        assert torch.equal(model.generate(ids, **{compat.CACHE_ARGUMENT: cache}, **options), expected)
+    assert [layer.tokens for layer in cache.oscar_layers] == [expected.shape[1] - 1] * 3
+    cache.check_overflow()
+
+
+def test_pairs_of_caches_are_left_alone():
+    model = tiny_model("t5")
+    pair = EncoderDecoderCache(OscarCache(model.config, **SMALL), DynamicCache())
+    assert not compat.can_defer_stop(pair, torch.device("cuda"))
+    with deferred_stop():
+        supported = compat.generation_utils.DeferredStopCheck.is_supported
+        assert not supported(torch.device("cuda"), pair, True, False)
+
+
+@pytest.mark.filterwarnings("error:oscar_hf")
+def test_a_cache_that_nobody_passed_is_deferred_without_a_word():
+    with deferred_stop():
+        supported = compat.generation_utils.DeferredStopCheck.is_supported
+        assert supported(torch.device("cuda"), static(tiny_model("gemma3"), 128), False, False)
 
 
 def test_it_ends_with_the_block():

@@ -257,7 +257,10 @@ def test_undo_leaves_what_somebody_else_registered_since(flash):
 
 def test_other_names(flash):
     AttentionInterface.register("somebody/flash-attn", flash)
-    register_attention(["somebody/flash-attn", "not there"])
-    assert AttentionInterface()["somebody/flash-attn"] is not flash and "not there" not in AttentionInterface()
+    with pytest.raises(OscarError, match=r"no attention named \['not there'\]"):
+        register_attention(["somebody/flash-attn", "not there"])
+    assert AttentionInterface()["somebody/flash-attn"] is flash
+    register_attention("somebody/flash-attn")
+    assert AttentionInterface()["somebody/flash-attn"] is not flash
     with pytest.raises(OscarError, match="eager"):
         register_attention(["eager"])

@@ -217,8 +217,8 @@ def test_what_else_lies_in_the_folder_is_never_removed(tmp_path, monkeypatch):
     assert (tmp_path / "link").is_symlink() and OscarCache.load(folder).get_seq_length() == 63
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for name in (".", "", ".."):
-        with pytest.raises(OscarError, match="working directory"):
+    for name, said in ((".", "working directory"), ("", "give its name"), ("..", "working directory")):
+        with pytest.raises(OscarError, match=said):
             cache.save_pretrained(name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "here", "link"]
 
@@ -274,6 +274,19 @@ def test_a_smaller_static_cache_is_refused(tmp_path):
     with pytest.raises(CacheStateError, match="holds 63 tokens, max_cache_len is 62"):
         OscarCache.load(tmp_path / "cache", max_cache_len=62)
     assert OscarCache.load(tmp_path / "cache", max_cache_len=63).get_seq_length() == 63
+
+
+@pytest.mark.parametrize("name", [None, 3, " "])
+def test_what_names_no_folder_is_refused(name):
+    with pytest.raises(OscarError, match="a saved cache is a folder: give its name"):
+        OscarCache.load(name)
+
+
+def test_a_config_of_other_heads_is_refused(tmp_path):
+    _, cache, _ = filled()
+    folder = cache.save_pretrained(tmp_path / "cache")
+    with pytest.raises(OscarError, match="it was saved with another model|was made for"):
+        OscarCache.load(folder, config=tiny_config("qwen3", head_dim=32))
 
 
 def test_another_model_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from transformers import CompileConfig, StaticCache
 from oscar_hf import OscarCache
 from oscar_hf.cache import StaticOscarCache
 from oscar_hf.errors import CacheStateError, OscarError
+from oscar_hf.kernels.step import OVERFLOW
 
 SMALL = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
 
@@ -358,3 +359,30 @@ def test_gpu_steps_give_the_logits_of_the_growing_cache(family, dtype, pads):
             logits.append(torch.stack(rows).float())
     growing, fixed = ((x - logits[0]).norm(dim=-1) / logits[0].norm(dim=-1) for x in logits[1:])
     assert fixed.median() < 1.3 * growing.median() and fixed.max() < 1.3 * growing.max()
+
+
+@pytest.mark.parametrize("look", ["crop", "prompt", "save_pretrained", "memory_report", "iteration"])
+def test_a_step_that_did_not_fit_is_told_once_and_for_all_layers(look, tmp_path):
+    """What a compiled step leaves on a GPU when it does not fit: a flag in every layer, nothing stored."""
+    model = tiny_model("qwen3")
+    cache, ids = static(model, 64), prompt(1, 40)[0]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    for layer in cache.oscar_layers:
+        layer.counters[OVERFLOW] = 1
+    looks = {
+        "crop": lambda: cache.crop(-5),
+        "prompt": lambda: model(ids[:, :20], past_key_values=cache),
+        "save_pretrained": lambda: cache.save_pretrained(tmp_path / "cache"),
+        "memory_report": cache.memory_report,
+        "iteration": lambda: list(cache),
+    }
+    with (
+        torch.no_grad(),
+        pytest.raises(CacheStateError, match="holds 40 and was given some more, which were not stored"),
+    ):
+        looks[look]()
+    assert [layer.held for layer in cache.oscar_layers] == [40] * 3
+    with torch.no_grad():
+        looks[look]()
+    assert len({layer.held for layer in cache.oscar_layers}) == 1
