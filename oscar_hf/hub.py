@@ -124,8 +124,8 @@ def _download_rest(first: Path, files: list[str], local_files_only: bool, option
 
 def _out_of_reach(name: str) -> str:
     return (
-        f"{name!r} is not in the local Hub cache and the Hub cannot be reached: connect, set HF_ENDPOINT, "
-        "or give a local folder"
+        f"there is no folder {name!r} here, it is not in the local Hub cache, and the Hub cannot be reached: connect, set "
+        "HF_ENDPOINT, or give a folder that exists"
     )
 
 

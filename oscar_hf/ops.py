@@ -87,7 +87,7 @@ def overflow_message(held: int, new: int, limit: int) -> str:
     """What is wrong when tokens do not fit a static cache."""
     return (
         f"the cache was made for max_cache_len={limit} tokens, holds {held} and was given {new} more, which were not stored: "
-        "use a larger max_cache_len, or a growing cache (leave it out)"
+        "use a larger max_cache_len or a growing cache (leave it out), or call reset() for another prompt"
     )
 
 

@@ -183,7 +183,7 @@ def test_loads_an_artifact_without_tensors(outcome, case):
     assert outcome[0][case].get("recipe") == "hadamard", outcome[0][case]
 
 
-REACH = ["'org/", "not in the local Hub cache and the Hub cannot be reached", "HF_ENDPOINT"]
+REACH = ["no folder 'org/", "not in the local Hub cache, and the Hub cannot be reached", "HF_ENDPOINT"]
 REFUSED = {
     "zoo_root": ["'org/zoo'", "holds none of oscar_config.json", "subfolder"],
     "escape": ["subfolder: got '../../../etc'", "without '..'"],
