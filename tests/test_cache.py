@@ -244,6 +244,39 @@ def test_arguments_are_checked():
         OscarCache(config, recipe="hadamard", group_size=12)
 
 
+@pytest.mark.parametrize("artifact", [123, ["a"], None, "", "hadamard"])
+def test_what_names_no_artifact_is_refused(artifact):
+    said = "is a recipe.*recipe='hadamard'" if artifact == "hadamard" else "folder or a Hub repository id|exactly one"
+    with pytest.raises(ArtifactError, match=said):
+        OscarCache(tiny_config("llama"), artifact=artifact)
+
+
+@pytest.mark.parametrize(
+    "operation, given, said",
+    [
+        ("crop", 1.5, "crop takes a whole number, got 1.5"),
+        ("crop", True, "crop takes a whole number, got True"),
+        ("batch_repeat_interleave", 0, "takes a whole number from 1 on, got 0"),
+        ("set_padding", [[0, 1]], "must be a tensor .*, got list"),
+    ],
+)
+@pytest.mark.parametrize("room", [{}, dict(max_cache_len=64)])
+def test_operations_refuse_what_they_cannot_mean(operation, given, said, room):
+    model = tiny_model("llama")
+    cache = OscarCache(model.config, recipe="hadamard", **room)
+    with torch.no_grad():
+        model(input_ids=prompt(1, 30)[0], past_key_values=cache)
+    with pytest.raises(CacheStateError, match=said):
+        getattr(cache, operation)(given)
+    assert int(cache.get_seq_length()) == 30
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "mistral_sliding"])
+def test_group_sizes_matter_to_packed_layers_alone(family):
+    with pytest.warns(UserWarning, match="nothing is quantized"):
+        OscarCache(tiny_config(family), recipe="hadamard", group_size=48)
+
+
 def test_padding_may_be_stated_only_before_the_first_tokens():
     cache = new_cache()
     cache.set_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
