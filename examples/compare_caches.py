@@ -1,6 +1,6 @@
 """The same operations on DynamicCache, transformers' QuantizedCache and OscarCache: which are right, wrong, or refused?
 
-    pip install optimum-quanto hqq termcolor        # optional rivals; a column says if one is not there
+    pip install optimum-quanto hqq termcolor        # optional rivals; a column says if one is not there (fp8: transformers 5.24)
     python examples/compare_caches.py               # a Markdown table, a minute or two on a CPU
 
 A cache is judged by its own semantics: what is deterministic (gathers, copies, reset, beams, drafts) must give the logits of a
@@ -37,6 +37,7 @@ KINDS = {
     "DynamicCache": lambda config: DynamicCache(config=config),
     "QuantizedCache quanto": lambda config: QuantizedCache("quanto", config),
     "QuantizedCache hqq": lambda config: QuantizedCache("hqq", config, axis_key=1, axis_value=1),
+    "QuantizedCache fp8": lambda config: QuantizedCache("fp8", config),  # from transformers 5.24 on
     "OscarCache": lambda config: OscarCache(config, recipe="hadamard"),
     "OscarCache static": lambda config: OscarCache(config, recipe="hadamard", max_cache_len=1024),
 }
