@@ -134,7 +134,7 @@ def test_group_size_in_use():
     assert {dim: OscarConfig().group_size_for(dim) for dim in sizes} == sizes
     assert OscarConfig(group_size=32).group_size_for(96) == 32
     with pytest.raises(
-        ArtifactError, match=r"group_size: got 48, but it must divide the head dim 64: use one of 8, 16,"
+        ArtifactError, match=r"group_size: got 48, but it must divide the head dim 64: use one of 1, 2, 4, 8, 16,"
     ):
         OscarConfig(group_size=48).group_size_for(64)
 
