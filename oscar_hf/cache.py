@@ -412,9 +412,14 @@ def check_whole_number(what: str, given, minimum: int | None = None) -> None:
         raise CacheStateError(f"{what} takes {allowed}, got {given!r}")
 
 
+def check_token_count(name: str, given: int) -> None:
+    """Raise OscarError for anything but a positive int."""
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise OscarError(f"{name} must be a positive number of tokens, got {given!r}")
+
+
 def _check_max_cache_len(max_cache_len: int, offloading: bool) -> None:
-    if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
-        raise OscarError(f"max_cache_len must be a positive number of tokens, got {max_cache_len!r}")
+    check_token_count("max_cache_len", max_cache_len)
     if offloading:
         raise OscarError(
             "max_cache_len and offloading=True exclude each other: a compiled step needs its buffers where they are; use a "

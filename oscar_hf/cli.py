@@ -8,7 +8,7 @@ from pathlib import Path
 from .bench.command import add_commands, at_least
 from .bench.report import write_json
 from .config import RECIPES, VALUE_TARGETS
-from .errors import OscarError
+from .errors import OscarError, first_line
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -145,8 +145,7 @@ def load_model(name: str, *, revision=None, gguf_file=None, device=None, dtype="
         model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **options)
         return model.to(device).eval(), tokenizer
     except (OSError, ValueError, RuntimeError, ImportError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OscarError(f"cannot load the model {name!r} on {device}: {reason}") from error
+        raise OscarError(f"cannot load the model {name!r} on {device}: {first_line(error)}") from error
 
 
 def _load(args):

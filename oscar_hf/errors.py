@@ -15,3 +15,9 @@ class UnsupportedModelError(OscarError):
 
 class CacheStateError(OscarError):
     """A cache operation was asked for that the present state of the cache does not allow."""
+
+
+def first_line(error: Exception) -> str:
+    """What an exception of somebody else's says, in one line: its first, or its class where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -179,12 +179,17 @@ class OscarLayer(CacheLayerMixin):
     def _view(self, key_states: Tensor, value_states: Tensor, is_first: bool) -> CallView:
         return CallView(self, key_states, value_states, is_first)
 
+    @property
+    def _settles_starts(self) -> bool:
+        """Whether it is known where rows begin once what waits is placed. If no mask was shown (flash attention), every row is
+        taken to begin at slot 0."""
+        return self.starts_known or not self._mask_seen
+
     def commit(self) -> None:
         """Place the tokens of the latest call if they are still waiting; idempotent."""
         if self.pending is None:
             return
-        # No mask was shown (flash attention): every row is taken to begin at slot 0.
-        self.starts_known = self.starts_known or not self._mask_seen
+        self.starts_known = self._settles_starts
         # They stop waiting only once they are placed: running out of memory must not lose them.
         self._place(*self.pending)
         self.pending = self._pending_view = None
@@ -472,9 +477,11 @@ class OscarLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens (a negative number, or 0 for none). A positive number is the length to
-        keep, as older callers mean it."""
+        keep, as older callers mean it. 0 asks the device nothing."""
         self.commit()
         count = int(tokens_to_remove)
+        if not count:
+            return
         keep = min(count, self.tokens) if count > 0 else max(self.tokens + count, 0)
         if keep == self.tokens:
             return

@@ -15,8 +15,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from . import compat
 from .artifact import Artifact
-from .cache import OscarCache
-from .errors import OscarError
+from .cache import OscarCache, check_token_count
+from .errors import OscarError, first_line
 from .kernels.decode import decode_problem
 from .layer import OscarLayer
 
@@ -101,9 +101,8 @@ def plan(
         config = AutoConfig.from_pretrained(name, revision=revision, **options)
     except Exception as error:
         # Configs come from strangers, and transformers checks them with exceptions of many kinds.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = "" if gguf_file or not any(Path(name).glob("*.gguf")) else "; name its GGUF file with --gguf-file"
-        raise OscarError(f"cannot read the config of {name!r}: {reason}{hint}") from error
+        raise OscarError(f"cannot read the config of {name!r}: {first_line(error)}{hint}") from error
     loaded = Artifact.load(artifact, subfolder=subfolder) if artifact else Artifact.data_free("hadamard")
     return plan_config(config, loaded, name, context=context, max_cache_len=max_cache_len)
 
@@ -117,13 +116,13 @@ def plan_config(
     max_cache_len: int | None = None,
 ) -> Plan:
     """`plan` of a config that is there already."""
+    if context is not None:
+        check_token_count("context", context)
     decoder = compat.text_config(config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache = OscarCache(config, artifact=artifact, max_cache_len=max_cache_len)
     notes = [str(w.message).removeprefix("oscar_hf: ") for w in caught if str(w.message).startswith("oscar_hf: ")]
-    if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
-        raise OscarError(f"context must be a positive number of tokens, got {context!r}")
     context = max_cache_len or context or _default_context(decoder)
     eager = "packed, but transformers offers the model no sdpa attention, and eager attention runs in PyTorch"
     eager = eager if compat.supports_sdpa(config) is False else ""

@@ -256,7 +256,7 @@ def load(cls, directory, config=None, artifact=None, device=None, max_cache_len=
     directory = Path(folder_name(directory))
     content = _read_json(directory)
     artifact = _artifact(directory, content, artifact)
-    given = config
+    given = None if config is None else compat.text_config(config)
     if config is None:
         config = _recorded_config(directory, content["model"])
     cache = cls(config, artifact=artifact, max_cache_len=max_cache_len, offloading=offloading, **content["storage"])
@@ -278,9 +278,9 @@ def load(cls, directory, config=None, artifact=None, device=None, max_cache_len=
                 f"{type(layer).__name__} there: it was saved with another model"
             )
         _check_file(path, record)
-        if ours and given is not None:
-            _check_same_model(directory, compat.text_config(given), index, record)
         if ours:
+            if given is not None:
+                _check_same_model(directory, given, index, record)
             _restore(path, index, layer, record, device)
         else:
             found = saved_native.expected(path, record)

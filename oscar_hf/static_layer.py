@@ -100,7 +100,7 @@ class StaticOscarLayer(OscarLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the mask: of full width for a step, for calls of many tokens that of a growing cache."""
         # A prompt may wait still, if nothing but its dense tensors was read: the next update places it, and is a step then.
-        waits = self.pending is not None and (self.starts_known or not self._mask_seen)
+        waits = self.pending is not None and self._settles_starts
         if not (self.takes_steps or waits) or query_length > MAX_NEW_TOKENS:
             return super().get_mask_sizes(query_length)
         self._check_some_are_new(query_length)
@@ -175,8 +175,6 @@ class StaticOscarLayer(OscarLayer):
 
     @torch.compiler.disable
     def _take_prompt(self, key_states: Tensor, value_states: Tensor):
-        self.check_overflow()
-        self.commit()
         if self.held + key_states.shape[2] > self.max_cache_len:
             raise CacheStateError(overflow_message(self.held, key_states.shape[2], self.max_cache_len))
         handles = super().update(key_states, value_states)
@@ -243,12 +241,6 @@ class StaticOscarLayer(OscarLayer):
         self.takes_steps = starts_known
         self._write_starts()
 
-    def check_overflow(self) -> None:
-        """Raise CacheStateError if a compiled step did not fit; such a step has stored nothing."""
-        if int(self.counters[OVERFLOW]):
-            self.counters[OVERFLOW] = 0
-            raise CacheStateError(overflow_message(self.tokens, "some", self.max_cache_len))
-
     # -------------------------------------------------------------------------------------------------- operations
     @torch.inference_mode(False)
     def _map(self, function) -> None:
@@ -269,14 +261,10 @@ class StaticOscarLayer(OscarLayer):
         self._write_starts()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens, or keep that many of a positive number. 0 does not ask the device."""
-        if not tokens_to_remove:
-            self.commit()
-            return
-        if self.is_initialized:
-            self.check_overflow()
+        """Remove the last -tokens_to_remove tokens, or keep that many of a positive number."""
         super().crop(tokens_to_remove)
-        self._write_starts()
+        if tokens_to_remove:
+            self._write_starts()
 
 
 class PromptView(CallView):
