@@ -112,6 +112,22 @@ class OscarCache(Cache):
         self._offloads = offloading
         self._open_layer: OscarLayer | None = None
         self._first_layer = next(iter(self.oscar_layers), None)
+        self._warned_of_length = False
+        if max_cache_len is not None:
+            self._warn_beyond_calibration(max_cache_len, stacklevel=3)
+
+    def _warn_beyond_calibration(self, tokens: int, stacklevel: int) -> None:
+        """Say once that constants made from short sequences do not hold for long ones (keys drift with the position)."""
+        longest = self.artifact.config.longest_calibrated
+        if longest is None or tokens <= longest or self._warned_of_length:
+            return
+        self._warned_of_length = True
+        warnings.warn(
+            f"oscar_hf: this cache is to hold {tokens} tokens, but {self.artifact.source} was calibrated on sequences of "
+            f"{longest}, and quality can collapse beyond that: calibrate it on longer text (`oscar-hf calibrate --context N "
+            "--tokens N`)",
+            stacklevel=stacklevel,
+        )
 
     def _check_group_sizes(self, config: PreTrainedConfig, layers: list) -> None:
         """Refuse a group size that rows cannot be cut into, as far as head dims are known before the first call."""
@@ -234,6 +250,7 @@ class OscarCache(Cache):
                 f"the layers hold {min(lengths)} to {max(lengths)} tokens: an earlier forward did not finish, or belonged to "
                 "another model; call cache.reset() or use a new cache"
             )
+        self._warn_beyond_calibration(held + value_states.shape[2], stacklevel=5)
         count = min(value_states.shape[2], held, first.sink)
         if count < _REPEATED_TOKENS or first.starts is not None:
             return

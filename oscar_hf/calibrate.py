@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import platform
+import warnings
 from importlib import metadata, resources
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from .errors import ArtifactError
 from .moments import LayerMoments, gather
 from .rotation import balanced_transform, hadamard, spectral_rotation
 
-DEFAULT_TOKENS = 20480
-DEFAULT_CONTEXT = 4096
+DEFAULT_TOKENS = 32768
+# Keys drift with the position (RoPE's slow channels), so constants hold for the positions that they were made from.
+LONGEST_CONTEXT = 32768
 DEFAULT_TEXTS = ("calibration_prose.txt", "calibration_code.txt")
 
 
@@ -46,7 +48,8 @@ def token_sequences(
 ) -> list[Tensor]:
     """About `tokens` tokens of a text as sequences [1, context], spread over it and shifted by the seed.
 
-    Each begins with the tokenizer's BOS token if it uses one. Raises ArtifactError if they are fewer than `minimum`.
+    What is left of `tokens` is a shorter sequence at the end, if it is at least an eighth of `context`. Each begins with the
+    tokenizer's BOS token if it uses one. Raises ArtifactError if they are fewer than `minimum`.
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     bos = tokenizer.bos_token_id
@@ -59,14 +62,19 @@ def token_sequences(
             f"at least {minimum} tokens are needed: asked for {tokens}, the text has {len(ids)}; "
             "give more text (--text) or more --tokens"
         )
-    context = min(context, tokens, len(ids))
-    count = max(1, min(tokens, len(ids)) // context)
-    stride = len(ids) // count
-    shift = int(torch.randint(0, stride - context + 1, (1,), generator=torch.Generator().manual_seed(seed)))
+    tokens = min(tokens, len(ids))
+    context = min(context, tokens)
+    lengths = [context] * (tokens // context)
+    if tokens % context >= context / 8:
+        lengths.append(tokens % context)
+    # What the text has more than is asked for lies between the sequences.
+    gap = (len(ids) - sum(lengths)) // len(lengths)
+    begin = int(torch.randint(0, gap + 1, (1,), generator=torch.Generator().manual_seed(seed)))
     sequences = []
-    for i in range(count):
-        piece = ids[i * stride + shift : i * stride + shift + context]
+    for length in lengths:
+        piece = ids[begin : begin + length]
         sequences.append(torch.tensor([[bos] + piece[:-1] if bos is not None else piece]))
+        begin += length + gap
     return sequences
 
 
@@ -153,7 +161,7 @@ def calibrate(
     *,
     recipe: str = "default",
     tokens: int = DEFAULT_TOKENS,
-    context: int = DEFAULT_CONTEXT,
+    context: int | None = None,
     seed: int = 0,
     text_source: str | None = None,
     progress: bool = True,
@@ -161,12 +169,15 @@ def calibrate(
 ) -> Artifact:
     """Calibrate an artifact for a causal language model of transformers.
 
-    text None takes the text inside the package. tokens, context: how much of it and in what lengths. overrides: any field
-    of OscarConfig, for example per_head=False or value_target="attention". The model runs where it is; statistics are
-    float64 and bounded by one layer of one sequence. Save the result with `Artifact.save`.
+    text None takes the text inside the package. tokens, context: how much of it and in what lengths; context None takes
+    sequences as long as the model, the text and the memory allow, up to 32,768 tokens, for constants hold for the positions
+    that they were made from. overrides: any field of OscarConfig, for example per_head=False or value_target="attention".
+    The model runs where it is; statistics are float64 and bounded by one layer of one sequence. Save the result with
+    `Artifact.save`.
     Raises ArtifactError, UnsupportedModelError.
     """
     config = OscarConfig.from_recipe(recipe, **overrides)
+    fixed, context = context, compat.longest_context(model.config, LONGEST_CONTEXT) if context is None else context
     # Statistics of what gets packed come from tokens after the sink.
     if context < 2 * config.sink_tokens + 1:
         raise ArtifactError(
@@ -174,10 +185,22 @@ def calibrate(
         )
     if text is None:
         text, text_source = default_text()
-    sequences = token_sequences(tokenizer, text, tokens, context, seed)
     scored = config.value_transform == "oscar" and config.value_target == "score"
-    with tqdm(total=len(sequences) * (1 + scored), desc="calibrating", unit="seq", disable=not progress) as bar:
-        moments = gather(model, sequences, config.sink_tokens, scored, lambda: bar.update(1))
+    while True:
+        sequences = token_sequences(tokenizer, text, tokens, context, seed)
+        try:
+            with tqdm(total=len(sequences) * (1 + scored), desc="calibrating", unit="seq", disable=not progress) as bar:
+                moments = gather(model, sequences, config.sink_tokens, scored, lambda: bar.update(1))
+            break
+        except (torch.OutOfMemoryError, MemoryError):
+            longest = sequences[0].shape[1]
+            if fixed is not None or longest < 2 * MIN_CALIBRATION_TOKENS:
+                raise
+        # Outside of the handler, whose traceback would keep the tensors of the failed attempt alive.
+        context = longest // 2
+        warnings.warn(
+            f"oscar_hf: sequences of {longest} tokens do not fit the memory, calibrating on {context}", stacklevel=2
+        )
     artifact = artifact_from_moments(model, moments, config)
     artifact.config.calibration.update(
         text=text_source or "given text",

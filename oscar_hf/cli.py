@@ -49,8 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--text", nargs="+", metavar="FILE", help="UTF-8 text (default: the text inside the package)"
     )
-    calibrate.add_argument("--tokens", type=at_least(1), default=20480, help="tokens to calibrate on (default: 20480)")
-    calibrate.add_argument("--context", type=at_least(1), default=4096, help="tokens per sequence (default: 4096)")
+    calibrate.add_argument("--tokens", type=at_least(1), default=32768, help="tokens to calibrate on (default: 32768)")
+    calibrate.add_argument(
+        "--context",
+        type=at_least(1),
+        help="tokens per sequence (default: as many as the model, the text and the memory allow, at most 32768)",
+    )
     calibrate.add_argument(
         "--seed", type=at_least(0), default=0, help="shifts the sequences within the text (default: 0)"
     )

@@ -180,6 +180,12 @@ def attention_geometry(config: PreTrainedConfig) -> dict[str, int]:
     return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
+def longest_context(config: PreTrainedConfig, most: int) -> int:
+    """Tokens that a model takes at a time as far as its config says, at most `most`."""
+    stated = shared_field(text_config(config), "max_position_embeddings")
+    return min(stated, most) if isinstance(stated, int) and stated > 0 else most
+
+
 def without_head(model: PreTrainedModel) -> torch.nn.Module:
     """The part of a language model that ends with the last hidden state."""
     # Llama 4 names its body in a way that `base_model` does not find.

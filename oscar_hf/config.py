@@ -152,6 +152,12 @@ class OscarConfig:
         """Parsed value_scale."""
         return ScaleRule.parse(self.value_scale)
 
+    @property
+    def longest_calibrated(self) -> int | None:
+        """Tokens of the longest sequence that the constants were made from, None where that is not recorded."""
+        context = self.calibration.get("context")
+        return context if _is_int(context, 1) else None
+
     def group_size_for(self, head_dim: int) -> int:
         """Group size in use for a head dim: group_size, or by default the head dim halved until it is at most 128."""
         if self.group_size is None:

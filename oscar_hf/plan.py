@@ -123,7 +123,7 @@ def plan_config(
         warnings.simplefilter("always")
         cache = OscarCache(config, artifact=artifact, max_cache_len=max_cache_len)
     notes = [str(w.message).removeprefix("oscar_hf: ") for w in caught if str(w.message).startswith("oscar_hf: ")]
-    context = max_cache_len or context or _default_context(decoder)
+    context = max_cache_len or context or compat.longest_context(decoder, DEFAULT_CONTEXT)
     eager = "packed, but transformers offers the model no sdpa attention, and eager attention runs in PyTorch"
     eager = eager if compat.supports_sdpa(config) is False else ""
     types = compat.layer_types(decoder)
@@ -143,11 +143,6 @@ def plan_config(
     return Plan(
         name, decoder.model_type, artifact.source, context, max_cache_len is not None, layers, sum(constants.values()), notes
     )  # fmt: skip
-
-
-def _default_context(config: PreTrainedConfig) -> int:
-    most = compat.shared_field(config, "max_position_embeddings")
-    return min(DEFAULT_CONTEXT, most) if isinstance(most, int) and most > 0 else DEFAULT_CONTEXT
 
 
 def _packed(

@@ -1,6 +1,7 @@
 """Calibration: moments against a naive float64 computation, artifacts that fit and work, the command line."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -136,6 +137,53 @@ def test_sequences_begin_with_bos_only_if_the_tokenizer_does():
     plain = token_sequences(tokenizer(bos=True), text(), 2048, 512, 0)
     assert len(plain) == 4 and all(s.shape == (1, 512) for s in plain) and plain[0][0, 0] != 1
     assert not torch.equal(plain[0], token_sequences(tokenizer(), text(), 2048, 512, 1)[0])
+
+
+def test_sequences_are_as_long_as_asked_and_what_is_left_is_one_more():
+    lengths = [s.shape[1] for s in token_sequences(tokenizer(), text(), 2500, 1000, 0)]
+    assert lengths == [1000, 1000, 500]
+    assert [s.shape[1] for s in token_sequences(tokenizer(), text(), 2100, 1000, 0)] == [1000, 1000]
+
+
+def test_the_default_context_is_what_the_model_takes():
+    model = tiny_model("llama", num_hidden_layers=2, max_position_embeddings=1500)
+    artifact = calibrate(model, tokenizer(), text(4000), progress=False)
+    assert artifact.config.calibration["context"] == artifact.config.longest_calibrated == 1500
+    assert artifact.config.calibration["tokens"] == 4000
+    model.config.max_position_embeddings = 1 << 20
+    assert calibrate(model, tokenizer(), text(4000), progress=False).config.longest_calibrated == 4000
+
+
+def test_shorter_sequences_are_taken_where_long_ones_do_not_fit_the_memory(monkeypatch):
+    model, attempts = tiny_model("llama", num_hidden_layers=2, max_position_embeddings=1 << 20), []
+
+    def scarce(model, sequences, *rest):
+        attempts.append(sequences[0].shape[1])
+        if attempts[-1] > 3000:
+            raise torch.OutOfMemoryError("no more")
+        return gather(model, sequences, *rest)
+
+    monkeypatch.setitem(calibrate.__globals__, "gather", scarce)
+    with pytest.warns(UserWarning, match="sequences of 5000 tokens do not fit the memory, calibrating on 2500"):
+        artifact = calibrate(model, tokenizer(), text(5000), progress=False)
+    assert attempts == [5000, 2500] and artifact.config.longest_calibrated == 2500
+    with pytest.raises(torch.OutOfMemoryError):
+        calibrate(model, tokenizer(), text(5000), context=4000, progress=False)
+
+
+def test_a_cache_warns_once_when_it_passes_what_was_calibrated():
+    model = tiny_model("llama", num_hidden_layers=2)
+    artifact = calibrate(model, tokenizer(), text(), tokens=2048, context=200, progress=False)
+    cache = OscarCache(model.config, artifact=artifact, sink_tokens=4, recent_tokens=8)
+    for new in (200, 1, 1, 30):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.randint(2, 90, (1, new)), past_key_values=cache)
+        said = [str(w.message) for w in caught if "calibrated on sequences of 200" in str(w.message)]
+        assert len(said) == (cache.get_seq_length() == 201), said
+    assert cache.get_seq_length() == 232
+    with pytest.warns(UserWarning, match="hold 300 tokens, but calibration was calibrated on sequences of 200"):
+        OscarCache(model.config, artifact=artifact, max_cache_len=300)
 
 
 def test_short_text_is_refused():
