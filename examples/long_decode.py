@@ -28,9 +28,9 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from oscar_hf import OscarCache, OscarError
-from oscar_hf.cli import load_model, writable_file
-from oscar_hf.compat import CACHE_ARGUMENT
-from oscar_hf.layer import DRAFT_MARGIN
+from oscar_hf.cache.layer import DRAFT_MARGIN
+from oscar_hf.cli.main import load_model, writable_file
+from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
 
 
 def arguments():

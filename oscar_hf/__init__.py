@@ -1,11 +1,11 @@
 """OscarCache: a 2-bit KV cache that drops into Hugging Face `generate()`."""
 
-from .artifact import Artifact
-from .cache import OscarCache
-from .calibrate import calibrate
-from .compat import deferred_stop
-from .config import OscarConfig
+from .artifact.artifact import Artifact
+from .artifact.config import OscarConfig
+from .cache.oscar_cache import OscarCache
+from .calibration.calibrate import calibrate
 from .errors import ArtifactError, CacheStateError, OscarError, UnsupportedModelError
+from .transformers_compat.model_config import deferred_stop
 
 __version__ = "0.1.0"
 __all__ = [

@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 
 from oscar_hf.kernels import append, launch
 from oscar_hf.kernels.append import append_rows, append_rows_reference, append_rows_triton
-from oscar_hf.packed import PackedRows
-from oscar_hf.quantizer import ScaleRule, dequantize, quantize
+from oscar_hf.quantization.packed_rows import PackedRows
+from oscar_hf.quantization.quantizer import ScaleRule, dequantize, quantize
 
 DEVICES = [pytest.param("cpu", id="interpreter"), pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)]
 SHAPES = [
@@ -374,8 +374,8 @@ import torch
 from oscar_hf.kernels.append import append_rows
 from oscar_hf.kernels.dequantize import dequantize_rows
 from oscar_hf.kernels.launch import HAS_TRITON, triton_problem
-from oscar_hf.packed import PackedRows
-from oscar_hf.quantizer import ScaleRule
+from oscar_hf.quantization.packed_rows import PackedRows
+from oscar_hf.quantization.quantizer import ScaleRule
 assert not HAS_TRITON and "not installed" in triton_problem()
 rows = PackedRows(1, 1, 16, 16, False, "cpu", 4)
 append_rows(rows, 0, torch.randn(1, 1, 2, 16), None, None, ScaleRule(), None)

@@ -11,9 +11,10 @@ import torch
 from helpers import calibrated_artifact, generator, random_orthogonal
 from safetensors.torch import load_file, save_file
 
-from oscar_hf import Artifact, OscarConfig, artifact
-from oscar_hf.artifact import CONFIG_FILE, TENSOR_FILE
-from oscar_hf.constants import LayerConstants
+from oscar_hf import Artifact, OscarConfig
+from oscar_hf.artifact import artifact
+from oscar_hf.artifact.artifact import CONFIG_FILE, TENSOR_FILE
+from oscar_hf.artifact.layer_constants import LayerConstants
 from oscar_hf.errors import ArtifactError
 
 CPU = torch.device("cpu")

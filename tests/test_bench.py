@@ -9,15 +9,17 @@ import torch
 from tiny_models import prompt, tiny_model
 
 from oscar_hf import OscarCache, OscarError
-from oscar_hf.bench import caches, command, generation, kernel, models, plot, prefill
-from oscar_hf.bench.batch import largest
+from oscar_hf.bench import caches, command, models, plot, prefill
+from oscar_hf.bench import decode as generation
+from oscar_hf.bench import decode_kernel as kernel
+from oscar_hf.bench.decode import WARM_UP, Job, bench_generation, compare, count_launches, measure
+from oscar_hf.bench.decode_kernel import ROWS, Row, bench_kernel, choose_rows, packed_bytes
 from oscar_hf.bench.device import OUT_OF_MEMORY, Device, attempt, failed, problem_of
-from oscar_hf.bench.generation import WARM_UP, Job, bench_generation, compare, count_launches, measure
-from oscar_hf.bench.kernel import ROWS, Row, bench_kernel, choose_rows, packed_bytes
+from oscar_hf.bench.largest import largest
 from oscar_hf.bench.models import SHAPES, prompt_row, prompts, shaped_model, synthetic_artifact
 from oscar_hf.bench.report import table, write_json
 from oscar_hf.bench.timing import machine
-from oscar_hf.cli import main
+from oscar_hf.cli.main import main
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 CPU = torch.device("cpu")
@@ -110,7 +112,7 @@ def test_a_model_by_name_with_its_artifact(model, tmp_path, monkeypatch):
     def words(text, **options):
         return {"input_ids": torch.tensor([[ord(letter) % 90 + 4 for letter in text[:30]]])}
 
-    monkeypatch.setattr("oscar_hf.cli.load_model", load)
+    monkeypatch.setattr("oscar_hf.cli.main.load_model", load)
     arguments = ["--model", "some/model", "--gguf-file", "f.gguf", "--artifact", str(tmp_path / "artifact")]
     arguments += ["--caches", "dynamic", "oscar", "--context", "40", "--new-tokens", "3", "--batch", "2"]
     assert main(["bench", "decode", *arguments]) == 0

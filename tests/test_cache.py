@@ -8,7 +8,7 @@ import torch
 from tiny_models import prompt, tiny_config, tiny_model
 
 from oscar_hf import Artifact, ArtifactError, CacheStateError, OscarCache, OscarError, UnsupportedModelError
-from oscar_hf.layer import DRAFT_MARGIN, OscarLayer
+from oscar_hf.cache.layer import DRAFT_MARGIN, OscarLayer
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 
@@ -501,7 +501,7 @@ def test_failing_to_place_a_prompt_keeps_it(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("oscar_hf.layer.append_rows", fail)
+        patch.setattr("oscar_hf.cache.layer.append_rows", fail)
         with pytest.raises(MemoryError):
             layer.commit()
     assert layer.get_seq_length() == 60

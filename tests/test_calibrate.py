@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oscar_hf import Artifact, ArtifactError, OscarCache, OscarConfig, UnsupportedModelError, calibrate
-from oscar_hf.calibrate import default_text, layer_constants, token_sequences
-from oscar_hf.cli import main
-from oscar_hf.evaluate import evaluate
-from oscar_hf.moments import LayerMoments, gather
+from oscar_hf.calibration.calibrate import default_text, layer_constants, token_sequences
+from oscar_hf.calibration.evaluate import evaluate
+from oscar_hf.calibration.moments import LayerMoments, gather
+from oscar_hf.cli.main import main
 
 WORDS = [f"w{i}" for i in range(90)]
 
@@ -260,7 +260,7 @@ def test_an_interrupted_calibration_leaves_nothing(tmp_path, monkeypatch, capsys
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("oscar_hf.moments.LayerMoments.add_scored_values", interrupt)
+    monkeypatch.setattr("oscar_hf.calibration.moments.LayerMoments.add_scored_values", interrupt)
     (tmp_path / "t.txt").write_text(text(4000))
     arguments = [
         "calibrate",

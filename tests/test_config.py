@@ -6,7 +6,7 @@ import json
 import pytest
 
 from oscar_hf import OscarConfig
-from oscar_hf.config import OVERRIDABLE, RECIPES
+from oscar_hf.artifact.config import OVERRIDABLE, RECIPES
 from oscar_hf.errors import ArtifactError, OscarError
 
 FULL = dict(

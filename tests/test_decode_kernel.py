@@ -12,8 +12,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from oscar_hf.kernels import launch
-from oscar_hf.kernels.decode import DecodeStore, _choose, decode_attention, decode_problem, mask_facts, splits_in_use
-from oscar_hf.kernels.reference import decode_attention_reference, mask_facts_reference
+from oscar_hf.kernels.decode.decode import (
+    DecodeStore,
+    _choose,
+    decode_attention,
+    decode_problem,
+    mask_facts,
+    splits_in_use,
+)
+from oscar_hf.kernels.decode.reference import decode_attention_reference, mask_facts_reference
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and not launch.interpreting(), reason="needs Triton, with a GPU or interpreted"

@@ -8,8 +8,10 @@ from test_static import SMALL, static
 from tiny_models import prompt, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache
 
-from oscar_hf import OscarCache, OscarError, compat, deferred_stop, ops
+from oscar_hf import OscarCache, OscarError, deferred_stop
+from oscar_hf.attention import static_ops as ops
 from oscar_hf.kernels.step import place_tokens_reference
+from oscar_hf.transformers_compat import model_config as compat
 
 pytestmark = pytest.mark.skipif(
     not hasattr(compat.generation_utils, "DeferredStopCheck"), reason="needs transformers 5.17 or later"

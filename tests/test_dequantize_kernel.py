@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 from oscar_hf.kernels import dequantize, launch
 from oscar_hf.kernels.dequantize import dequantize_rows, dequantize_rows_reference, dequantize_rows_triton
-from oscar_hf.packed import PackedRows
+from oscar_hf.quantization.packed_rows import PackedRows
 
 DEVICES = [pytest.param("cpu", id="interpreter"), pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)]
 SHAPES = [

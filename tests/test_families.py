@@ -10,10 +10,12 @@ from test_static import Counting
 from tiny_models import EAGER_ONLY, ENCODER_DECODER, FAMILIES, TOKENS, VISION, inputs, prompt, tiny_config, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from oscar_hf import CacheStateError, OscarCache, OscarConfig, UnsupportedModelError, compat, evaluate
-from oscar_hf.calibrate import artifact_from_moments
-from oscar_hf.cli import load_model
-from oscar_hf.moments import gather
+from oscar_hf import CacheStateError, OscarCache, OscarConfig, UnsupportedModelError
+from oscar_hf.calibration import evaluate
+from oscar_hf.calibration.calibrate import artifact_from_moments
+from oscar_hf.calibration.moments import gather
+from oscar_hf.cli.main import load_model
+from oscar_hf.transformers_compat import model_config as compat
 
 WINDOWS = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
 PADS = ((), (0, 13))

@@ -9,8 +9,8 @@ from tiny_models import prompt, tiny_model
 from torch import nn
 
 from oscar_hf import Artifact, OscarCache, OscarConfig, UnsupportedModelError
-from oscar_hf.constants import LayerConstants
-from oscar_hf.fold import fold_value_rotation
+from oscar_hf.artifact.layer_constants import LayerConstants
+from oscar_hf.calibration.fold_values import fold_value_rotation
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from oscar_hf import OscarCache
-from oscar_hf.compat import CACHE_ARGUMENT
+from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 KINDS = ["growing", "static"]

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from tiny_models import tiny_config
 
-from oscar_hf import OscarCache, handle
-from oscar_hf.handle import OscarKV
+from oscar_hf import OscarCache
+from oscar_hf.attention import handle
+from oscar_hf.attention.handle import OscarKV
 
 
 @pytest.fixture

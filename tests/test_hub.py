@@ -13,7 +13,7 @@ from helpers import ZOO_V1, calibrated_artifact, zoo_state
 from hub_server import HubServer, Repo
 
 from oscar_hf import Artifact
-from oscar_hf.artifact import CONFIG_FILE, TENSOR_FILE
+from oscar_hf.artifact.artifact import CONFIG_FILE, TENSOR_FILE
 
 ONE, TWO = "1" * 40, "2" * 40
 SEQ = "Qwen3-8B/seq20000_prompt83_group128"

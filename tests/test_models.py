@@ -6,7 +6,7 @@ import torch
 from tiny_models import prompt, tiny_config, tiny_model
 
 from oscar_hf import OscarCache
-from oscar_hf.layer import OscarLayer
+from oscar_hf.cache.layer import OscarLayer
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 

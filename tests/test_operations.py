@@ -9,8 +9,8 @@ from tiny_models import prompt, tiny_model
 from transformers import DynamicCache
 
 from oscar_hf import CacheStateError, OscarCache
-from oscar_hf.compat import CACHE_ARGUMENT
-from oscar_hf.memory import tensors_of
+from oscar_hf.cache.memory_report import tensors_of
+from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
 
 SMALL = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
 HYBRIDS = ["gemma3", "qwen3_next"]

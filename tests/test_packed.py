@@ -6,7 +6,7 @@ from helpers import generator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_hf.packed import PackedRows, pack_token_bytes, tokens_per_row, unpack_token_bytes
+from oscar_hf.quantization.packed_rows import PackedRows, pack_token_bytes, tokens_per_row, unpack_token_bytes
 
 DIMS = [8, 16, 64, 80, 96, 128, 192, 256]
 

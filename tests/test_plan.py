@@ -8,10 +8,11 @@ import transformers
 from tiny_models import ENCODER_DECODER, FAMILIES, VISION, inputs, tiny_config, tiny_model
 from transformers.cache_utils import CacheLayerMixin
 
-from oscar_hf import Artifact, OscarCache, OscarError, compat
-from oscar_hf.cli import main
-from oscar_hf.layer import OscarLayer
-from oscar_hf.plan import plan_config
+from oscar_hf import Artifact, OscarCache, OscarError
+from oscar_hf.cache.layer import OscarLayer
+from oscar_hf.cli.main import main
+from oscar_hf.cli.plan import plan_config
+from oscar_hf.transformers_compat import model_config as compat
 
 pytestmark = pytest.mark.filterwarnings("ignore:oscar_hf")
 SMALL = Artifact.data_free("hadamard", sink_tokens=4, recent_tokens=8)

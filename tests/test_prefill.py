@@ -6,10 +6,11 @@ import pytest
 import torch
 from helpers import calibrated_artifact
 
-from oscar_hf import attention, prefill
-from oscar_hf.attention import attend, packed_attention
-from oscar_hf.layer import DRAFT_MARGIN, OscarLayer
-from oscar_hf.prefill import prefill_attention, prefill_problem
+from oscar_hf.attention import blockwise as prefill
+from oscar_hf.attention import packed as attention
+from oscar_hf.attention.blockwise import prefill_attention, prefill_problem
+from oscar_hf.attention.packed import attend, packed_attention
+from oscar_hf.cache.layer import DRAFT_MARGIN, OscarLayer
 
 SINK, RECENT = 8, 16
 # What is exact after a prompt has been packed.

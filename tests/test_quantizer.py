@@ -6,8 +6,8 @@ from helpers import generator, random_covariance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_hf import quantizer
-from oscar_hf.quantizer import (
+from oscar_hf.quantization import quantizer
+from oscar_hf.quantization.quantizer import (
     FP16_MAX,
     ScaleRule,
     choose_qparams,

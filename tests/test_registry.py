@@ -7,9 +7,11 @@ import torch
 from tiny_models import prompt, tiny_config, tiny_model
 from transformers import AttentionInterface, CompileConfig, DynamicCache
 
-from oscar_hf import OscarCache, OscarError, handle, registry
-from oscar_hf.compat import CACHE_ARGUMENT
-from oscar_hf.registry import NAMES, register_attention
+from oscar_hf import OscarCache, OscarError
+from oscar_hf.attention import flash as registry
+from oscar_hf.attention import handle
+from oscar_hf.attention.flash import NAMES, register_attention
+from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 FLASH = "flash_attention_2"

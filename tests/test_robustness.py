@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import flash_attention_mask
 
 from oscar_hf import ArtifactError, CacheStateError, OscarCache, UnsupportedModelError
-from oscar_hf.compat import CACHE_ARGUMENT
+from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 BEAMS, SAMPLES = dict(num_beams=3, num_return_sequences=2), dict(do_sample=True, num_return_sequences=3, top_k=5)

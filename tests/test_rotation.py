@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers import generator, random_covariance, random_orthogonal
 
-from oscar_hf.quantizer import ScaleRule, dequantize, quantize_rows
-from oscar_hf.rotation import (
+from oscar_hf.quantization.quantizer import ScaleRule, dequantize, quantize_rows
+from oscar_hf.quantization.rotation import (
     balanced_transform,
     bit_reversal,
     bit_reversal_columns,

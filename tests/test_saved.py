@@ -13,9 +13,9 @@ from test_operations import forward
 from tiny_models import EAGER_ONLY, prompt, tiny_config, tiny_model
 
 from oscar_hf import Artifact, ArtifactError, CacheStateError, OscarCache, OscarError
-from oscar_hf.cache import StaticOscarCache
-from oscar_hf.saved import CACHE_FILE, _file_hash
-from oscar_hf.saved_native import state
+from oscar_hf.cache.oscar_cache import StaticOscarCache
+from oscar_hf.cache.save_load import CACHE_FILE, _file_hash
+from oscar_hf.cache.save_load_native import state
 
 SMALL = dict(recipe="hadamard", **WINDOWS)
 
@@ -249,7 +249,7 @@ def test_an_interrupted_save_leaves_the_old_cache(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         save_file(tensors, path, **options)
 
-    monkeypatch.setattr("oscar_hf.saved.save_file", fail)
+    monkeypatch.setattr("oscar_hf.cache.save_load.save_file", fail)
     with pytest.raises(KeyboardInterrupt):
         cache.save_pretrained(tmp_path / "cache")
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]

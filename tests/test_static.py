@@ -8,7 +8,7 @@ from tiny_models import EAGER_ONLY, prompt, tiny_model
 from transformers import CompileConfig, StaticCache
 
 from oscar_hf import OscarCache
-from oscar_hf.cache import StaticOscarCache
+from oscar_hf.cache.oscar_cache import StaticOscarCache
 from oscar_hf.errors import CacheStateError, OscarError
 from oscar_hf.kernels.step import OVERFLOW
 

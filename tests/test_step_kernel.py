@@ -27,8 +27,8 @@ from oscar_hf.kernels.step import (
     place_tokens_reference,
     place_tokens_triton,
 )
-from oscar_hf.packed import PackedRows
-from oscar_hf.quantizer import ScaleRule
+from oscar_hf.quantization.packed_rows import PackedRows
+from oscar_hf.quantization.quantizer import ScaleRule
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and not launch.interpreting(), reason="needs Triton, with a GPU or interpreted"
@@ -196,7 +196,7 @@ def test_encoding_ahead_changes_nothing_but_when(start):
 @pytest.mark.gpu
 def test_a_crop_forgets_what_was_encoded_ahead():
     """The operators of a compiled step encode ahead; what a crop and other tokens make of that equals eager steps."""
-    from oscar_hf.static_layer import StaticOscarLayer, StepMask
+    from oscar_hf.cache.static_layer import StaticOscarLayer, StepMask
 
     artifact = calibrated_artifact(1, 2, 64, sink_tokens=SINK, recent_tokens=RECENT)
     layers = [StaticOscarLayer(artifact.config, artifact, 0, 64, StepMask()) for _ in range(2)]

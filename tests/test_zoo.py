@@ -8,7 +8,8 @@ import torch
 from helpers import ZOO_V1, ZOO_V2, random_orthogonal, write_zoo, zoo_state
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oscar_hf import Artifact, OscarCache, zoo
+from oscar_hf import Artifact, OscarCache
+from oscar_hf.artifact import rotation_zoo as zoo
 from oscar_hf.errors import ArtifactError
 
 LAYERS, HEADS, DIM, PROMPT, NEW = 30, 3, 64, 330, 4

@@ -9,8 +9,8 @@ import copy
 
 import torch
 
-from oscar_hf.layer import DRAFT_MARGIN
-from oscar_hf.quantizer import dequantize, quantize_rows
+from oscar_hf.cache.layer import DRAFT_MARGIN
+from oscar_hf.quantization.quantizer import dequantize, quantize_rows
 
 
 class Twin:

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
-from ..artifact import Artifact
-from ..cache import OscarCache
+from ..artifact.artifact import Artifact
+from ..cache.oscar_cache import OscarCache
 from ..errors import OscarError
 from .models import states_shape
 

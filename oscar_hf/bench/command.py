@@ -112,7 +112,7 @@ def _batch(text: str) -> int | None:
 
 def bench_kernel(args, load_model: Callable) -> dict:
     """Run `oscar-hf bench kernel`."""
-    from .kernel import ROWS, bench_kernel, choose_rows
+    from .decode_kernel import ROWS, bench_kernel, choose_rows
     from .timing import require_cuda
 
     rows = choose_rows(args.rows) if args.rows else ROWS
@@ -123,7 +123,7 @@ def bench_kernel(args, load_model: Callable) -> dict:
 
 def bench_decode(args, load_model: Callable) -> dict:
     """Run `oscar-hf bench decode`."""
-    from .generation import bench_generation
+    from .decode import bench_generation
 
     job, kinds = _prepare(args, load_model, DEFAULT_COMPILED if args.compile else DEFAULT_CACHES)
     return bench_generation(job, kinds, args.context, find_batch=args.batch is None)
@@ -145,10 +145,10 @@ def _check_plot(args) -> None:
 
 def _prepare(args, load_model: Callable, default_caches) -> tuple:
     """(job, kinds of caches); everything that can be refused is refused before a model is built."""
-    from ..artifact import Artifact
+    from ..artifact.artifact import Artifact
     from . import models
     from .caches import CHOICES, choose
-    from .generation import Job
+    from .decode import Job
     from .timing import require_cuda
 
     names = args.caches or default_caches

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from .. import compat
-from ..artifact import Artifact
-from ..config import OscarConfig
-from ..constants import LayerConstants
+from ..artifact.artifact import Artifact
+from ..artifact.config import OscarConfig
+from ..artifact.layer_constants import LayerConstants
 from ..errors import OscarError
+from ..transformers_compat import model_config as compat
 from .shapes import SHAPES, check_shape
 
 
@@ -66,7 +66,7 @@ def prompt_row(model, context: int, tokenizer=None) -> Tensor:
         vocabulary = compat.text_config(model.config).vocab_size
         ids = torch.randint(min(10, vocabulary - 1), vocabulary, (context,), generator=torch.Generator().manual_seed(0))
     else:
-        from ..calibrate import default_text
+        from ..calibration.calibrate import default_text
 
         ids = tokenizer(default_text()[0], return_tensors="pt", verbose=False)["input_ids"][0]
         ids = ids.repeat(-(-context // ids.shape[0]))[:context]

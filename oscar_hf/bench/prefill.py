@@ -6,8 +6,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from .caches import filled, new_cache, settle
+from .decode import Job, compare, prefill
 from .device import attempt, gib_since
-from .generation import Job, compare, prefill
 from .models import prompt_row, prompts
 from .report import Column, table
 from .timing import machine

@@ -5,8 +5,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..packed import PackedRows, tokens_per_row
-from ..quantizer import FP16_MAX, MAX_CODE, SCALE_FLOOR, ScaleRule, check_group_size, quantize_rows
+from ..quantization.packed_rows import PackedRows, tokens_per_row
+from ..quantization.quantizer import FP16_MAX, MAX_CODE, SCALE_FLOOR, ScaleRule, check_group_size, quantize_rows
 from .launch import MAX_HEAD_DIM, can_launch, fall_back, head_dim_problem, next_power_of_two, on_device, tl, triton
 from .search import _quantize, _scale_of_range, _search_at_once, _search_in_turn
 

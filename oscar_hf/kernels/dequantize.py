@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..packed import PackedRows, tokens_per_row
-from ..quantizer import dequantize
+from ..quantization.packed_rows import PackedRows, tokens_per_row
+from ..quantization.quantizer import dequantize
 from .launch import can_launch, fall_back, head_dim_problem, next_power_of_two, on_device, tl, triton
 
 

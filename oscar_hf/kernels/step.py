@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..packed import PackedRows, tokens_per_row
-from ..quantizer import ScaleRule
+from ..quantization.packed_rows import PackedRows, tokens_per_row
+from ..quantization.quantizer import ScaleRule
 from .append import _encode, _kernel_problem, _matrix_strides, _plan, _rotate, append_rows_reference
 from .launch import can_launch, next_power_of_two, on_device, tl, triton
 

@@ -1,0 +1,1 @@
+"""From the handles that `update` returns to the attention output."""

@@ -1,0 +1,249 @@
+"""`oscar-hf bench kernel`: decode attention on packed data against dequantize + SDPA and SDPA on BF16."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..errors import OscarError
+from ..kernels.decode.decode import DecodeStore, decode_attention, decode_problem
+from ..kernels.decode.reference import decode_attention_reference
+from ..kernels.dequantize import dequantize_rows
+from ..quantization.packed_rows import PackedRows
+from .device import Device, attempt
+from .report import Column, table
+from .timing import ROTATE_BYTES, copy_bandwidth, graph_microseconds, machine
+
+SINK, RECENT = 64, 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape of the table: batch, tokens, query heads, KV heads, head dim, group size.
+
+    capacity: packed tokens that a static cache has room for, its lengths on the device; 0 for a growing cache. folded: the
+    value rotation is folded into the model (`fold_value_rotation`).
+    """
+
+    batch: int
+    tokens: int
+    query_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    group_size: int = 128
+    capacity: int = 0
+    folded: bool = False
+
+    @property
+    def name(self) -> str:
+        """Short name for the table."""
+        heads = f"Hq {self.query_heads}, Hkv {self.kv_heads}, D {self.head_dim}, G {self.group_size}"
+        room = f", room for {self.capacity}" if self.capacity else ""
+        return f"{self.batch} x {self.tokens}, {heads}{room}{', folded values' if self.folded else ''}"
+
+
+ROWS = [
+    Row(1, 32768),
+    Row(1, 102400),
+    Row(8, 102400),
+    Row(32, 32768),
+    Row(8, 32768, 9, 3, 64, 64),
+    Row(8, 32768, 4, 1, 256, 128),
+    Row(8, 32768, 40, 8),
+    Row(8, 32768, 96, 8),
+    Row(8, 32768, group_size=64),
+    # A static cache must not pay for the room that it does not use.
+    Row(1, 4096, capacity=8192),
+    Row(1, 4096, capacity=131072),
+    Row(1, 32768, folded=True),
+    Row(8, 102400, folded=True),
+]
+
+
+def choose_rows(names: list[str]) -> list[Row]:
+    """The rows of ROWS that are named: by number from 1 (`3`, `1-4`) or by a part of their name (`D 64`, `8 x 102400`).
+
+    Raises OscarError for what names none.
+    """
+    chosen = []
+    for name in names:
+        first, dash, last = name.partition("-")
+        if first.isdecimal() and (last.isdecimal() if dash else True):
+            numbers = range(int(first), int(last or first) + 1)
+            found = [row for number, row in enumerate(ROWS, 1) if number in numbers]
+        else:
+            found = [row for row in ROWS if name.lower() in row.name.lower()]
+        if not found:
+            known = "; ".join(f"{number} = {row.name}" for number, row in enumerate(ROWS, 1))
+            raise OscarError(
+                f"--rows {name!r} names no row: use numbers, ranges such as 1-4, or parts of names. {known}"
+            )
+        chosen += [row for row in found if row not in chosen]
+    return chosen
+
+
+def random_store(row: Row, seed: int) -> tuple[torch.Tensor, DecodeStore]:
+    """A BF16 query [B, Hq, 1, D] and a store of random codes, scales, windows and rotations on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    history, dim = row.tokens - SINK - RECENT, row.head_dim
+    if history < 1:
+        raise ValueError(f"a row needs more than {SINK + RECENT} tokens, got {row.tokens}")
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, device="cuda", dtype=dtype, generator=generator)
+
+    def rows():
+        capacity = row.capacity or -(-history // 64) * 64
+        packed = PackedRows(row.batch, row.kv_heads, dim, row.group_size, False, "cuda", capacity)
+        packed.codes.random_(-(1 << 15), (1 << 15) - 1, generator=generator)
+        packed.scale.copy_(torch.rand(packed.scale.shape, device="cuda", generator=generator) * 0.6 + 0.5)
+        packed.min.copy_(-1.5 * packed.scale + 0.2 * normal(*packed.min.shape, dtype=torch.float16))
+        return packed
+
+    def window(tokens):
+        return normal(row.batch, row.kv_heads, tokens, dim)
+
+    def rotation():
+        return torch.linalg.qr(normal(row.kv_heads, dim, dim, dtype=torch.float32))[0].contiguous()
+
+    def length(tokens):
+        return torch.tensor([tokens], dtype=torch.int32, device="cuda") if row.capacity else tokens
+
+    keys, values = rows(), rows()
+    store = DecodeStore(
+        k_codes=keys.codes, k_scale=keys.scale, k_min=keys.min,
+        v_codes=values.codes, v_scale=values.scale, v_min=values.min,
+        sink_k=window(SINK), sink_v=window(SINK), ring_k=window(RECENT), ring_v=window(RECENT),
+        length=length(row.tokens), history=length(history), key_query=rotation(),
+        value_inverse=None if row.folded else rotation(),
+        key_mean=0.1 * normal(row.kv_heads, dim, dtype=torch.float32),
+    )  # fmt: skip
+    return normal(row.batch, row.query_heads, 1, dim), store
+
+
+def packed_bytes(row: Row) -> int:
+    """Bytes that decode attention must read at least."""
+    per_token = 2 * (row.head_dim // 4 + 4 * row.head_dim // row.group_size)
+    exact = (SINK + RECENT) * 2 * row.head_dim * 2
+    return row.batch * row.kv_heads * ((row.tokens - SINK - RECENT) * per_token + exact)
+
+
+def relative_error(query: torch.Tensor, store: DecodeStore) -> float:
+    """Error of a fresh call against float64 on the same codes, ||out - ref|| / ||ref||, batch row by row."""
+    # Fills every empty tensor with NaN, so that an element nobody wrote cannot pass.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    output = decode_attention(query, store)
+    torch.use_deterministic_algorithms(False)
+    error = reference_norm = 0.0
+    for b in range(query.shape[0]):
+        fields = {
+            f.name: getattr(store, f.name)[b : b + 1]
+            for f in dataclasses.fields(store)
+            if isinstance(getattr(store, f.name), torch.Tensor) and getattr(store, f.name).dim() == 4
+        }
+        expected = decode_attention_reference(query[b : b + 1], dataclasses.replace(store, **fields))
+        error += (output[b : b + 1].double() - expected).square().sum().item()
+        reference_norm += expected.square().sum().item()
+    return (error / reference_norm) ** 0.5
+
+
+def bf16_rivals(row: Row, device: Device) -> tuple[dict[str, float | None], dict[str, str]]:
+    """(microseconds, problems) of PyTorch's flash and cuDNN attention on BF16 keys and values of the same shape; not every
+    backend takes every shape."""
+    sets = max(1, min(6, ROTATE_BYTES // (4 * row.batch * row.kv_heads * row.tokens * row.head_dim) + 1))
+    shape = (row.batch, row.kv_heads, row.tokens, row.head_dim)
+
+    def measure(backend):
+        pairs = [tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)) for _ in range(sets)]
+        query = torch.randn(row.batch, row.query_heads, 1, row.head_dim, device="cuda", dtype=torch.bfloat16)
+
+        def attend(keys, values):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+        return graph_microseconds([lambda pair=pair: attend(*pair) for pair in pairs])
+
+    times, problems = {}, {}
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        times[name], problem = attempt(device, measure, backend)
+        if problem:
+            problems[name] = problem
+    return times, problems
+
+
+def dequantize_rival(row: Row, query, store: DecodeStore) -> float:
+    """Microseconds of what a cache without a fused kernel does: dequantize everything, then flash attention."""
+    packed = []
+    for codes, scale, minimum in (
+        (store.k_codes, store.k_scale, store.k_min),
+        (store.v_codes, store.v_scale, store.v_min),
+    ):
+        rows = PackedRows(row.batch, row.kv_heads, row.head_dim, row.group_size, False, "cuda")
+        rows.codes, rows.scale, rows.min = codes, scale, minimum
+        packed.append(rows)
+
+    history = int(store.history)
+
+    def run():
+        keys = dequantize_rows(packed[0], 0, history, store.key_query.mT, store.key_mean, torch.bfloat16)
+        values = dequantize_rows(packed[1], 0, history, store.value_inverse, None, torch.bfloat16)
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+    return graph_microseconds([run], repeats=3)
+
+
+def measure(row: Row, bandwidth: float, device: Device) -> dict:
+    """One row of the table, times in microseconds; what did not run is None and has its reason in `problems`."""
+    rivals, problems = bf16_rivals(row, device)
+    count = max(1, min(12, ROTATE_BYTES // packed_bytes(row) + 1))
+    stores = [random_store(row, seed) for seed in range(count)]
+    if problem := decode_problem(*stores[0]):
+        raise OscarError(problem)
+    microseconds = graph_microseconds([lambda s=s: decode_attention(*s) for s in stores])
+    dequantize, problem = attempt(device, dequantize_rival, row, *stores[0])
+    if problem:
+        problems["dequantize_sdpa"] = problem
+    best = min((t for t in rivals.values() if t is not None), default=None)
+    rate = packed_bytes(row) / microseconds * 1e6
+    return {
+        "shape": row.name,
+        "oscar_us": microseconds,
+        **{f"{name}_us": t for name, t in rivals.items()},
+        "dequantize_sdpa_us": dequantize,
+        "speedup": None if best is None else best / microseconds,
+        "gb_per_s": rate / 1e9,
+        "share_of_copy": rate / bandwidth,
+        "relative_error": relative_error(*stores[0]),
+        "problems": problems,
+    }
+
+
+def bench_kernel(rows: list[Row]) -> dict:
+    """`measure` every row; returns {machine, copy_gb_per_s, rows}. A row that fails has its `problem` alone."""
+    device = Device(torch.device("cuda", torch.cuda.current_device()))
+    bandwidth, results = copy_bandwidth(), []
+    for row in rows:
+        result, problem = attempt(device, measure, row, bandwidth, device)
+        results.append(result or {"shape": row.name, "problem": problem})
+        print(format_rows(results[-1:], header=len(results) == 1), flush=True)
+    return {"machine": machine(), "copy_gb_per_s": bandwidth / 1e9, "rows": results}
+
+
+COLUMNS: list[Column] = [
+    ("shape", "shape", "s"),
+    ("OSCAR us", "oscar_us", ".1f"),
+    ("flash us", "flash_us", ".1f"),
+    ("cuDNN us", "cudnn_us", ".1f"),
+    ("dequantize + SDPA us", "dequantize_sdpa_us", ".0f"),
+    ("speed-up", "speedup", lambda x: f"{x:.2f}x"),
+    ("GB/s", "gb_per_s", ".0f"),
+    ("of copy", "share_of_copy", ".0%"),
+    ("error", "relative_error", ".1e"),
+]
+
+
+def format_rows(results: list[dict], header: bool = True) -> str:
+    """A Markdown table of bench_kernel's rows."""
+    return table(results, COLUMNS, header)

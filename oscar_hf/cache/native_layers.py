@@ -1,0 +1,76 @@
+"""Operations on transformers' own layers beside ours, where these lack them, do half of them, or do them wrong."""
+
+import copy
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticLayer
+
+from ..errors import CacheStateError
+from .memory_report import tensors_of
+
+
+def blank_copy(layer) -> dict:
+    """The state of a layer that has not been used yet, for `forget`."""
+    return copy.deepcopy(vars(layer))
+
+
+def forget(layer, blank: dict) -> None:
+    """Make a growing layer what it was before its first token. Its own `reset` only zeroes tensors: a next sequence would
+    attend to as many zero keys as there were tokens, and its batch could not have another size."""
+    record_past = getattr(layer, "record_past", None)
+    vars(layer).clear()
+    vars(layer).update(copy.deepcopy(blank))
+    if record_past is not None:
+        layer.record_past = record_past
+
+
+def select_rows(layer, indices: Tensor) -> None:
+    """Keep the rows `indices` of the batch. Linear layers have no such operation (those that hold attention, too, inherit
+    one that leaves their states alone), static ones none either: reordering is the same gather."""
+    tensors = tensors_of(layer)
+    if not tensors:
+        return
+    rows = tensors[0].shape[0]
+    if indices.dtype == torch.bool:
+        indices = indices.nonzero()[:, 0]
+    indices = torch.where(indices < 0, indices + rows, indices)
+    layer.reorder_cache(indices.to(tensors[0].device))
+    if hasattr(layer, "batch_size"):
+        layer.batch_size = len(indices)
+
+
+def repeat_rows(layer, repeats: int) -> None:
+    """Repeat each row of the batch `repeats` times."""
+    if tensors := tensors_of(layer):
+        select_rows(layer, torch.arange(tensors[0].shape[0]).repeat_interleave(repeats))
+
+
+def check_croppable(index: int, layer) -> None:
+    """Raise CacheStateError if a layer could not be put back as it was, before any other layer has been cropped."""
+    name = f"layer {index} ({type(layer).__name__})"
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.is_recurrent_states_initialized.values()):
+        raise CacheStateError(
+            f"{name} holds a recurrent state, from which no token can be removed: nothing was cropped; copy the cache before "
+            "the tokens that may have to go (copy.deepcopy)"
+        )
+    # Since 5.24 static layers have a crop; that of a sliding one is right only where the window holds the whole sequence.
+    if not hasattr(layer, "crop") or (isinstance(layer, StaticLayer) and not layer.is_croppable):
+        raise CacheStateError(
+            f"{name} of this static cache cannot be cropped, and nothing was: use a growing cache (leave max_cache_len out)"
+        )
+    window = getattr(layer, "sliding_window", None)
+    if window is None or getattr(layer, "record_past", True):
+        return
+    if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() >= window:
+        raise CacheStateError(
+            f"{name} keeps the last {window} tokens only, so none can be taken back, and nothing was cropped: call "
+            "cache.activate_past_recording() before the tokens that may have to go, as assisted decoding does"
+        )
+
+
+def crop(layer, tokens_to_remove: int) -> None:
+    """Remove the last -tokens_to_remove tokens, all of them if there are fewer: static layers would count below zero."""
+    if tokens_to_remove < 0 and isinstance(layer, CacheLayerMixin):
+        tokens_to_remove = max(tokens_to_remove, -int(layer.get_seq_length()))
+    layer.crop(tokens_to_remove)

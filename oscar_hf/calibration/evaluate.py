@@ -1,0 +1,208 @@
+"""Quality of an artifact on a model: KL divergence from the BF16 cache, next-token agreement, perplexity.
+
+One forward pass computes exactly what decoding token by token through an OscarCache would: query i sees key j as the model
+made it when j < sink or i - j < recent, else as packing and unpacking leaves it. Errors compound through the layers as they
+do in decoding.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from ..artifact.artifact import Artifact
+from ..attention.handle import OscarKV
+from ..attention.views import DenseView
+from ..errors import ArtifactError, UnsupportedModelError
+from ..kernels.append import append_rows
+from ..kernels.dequantize import dequantize_rows
+from ..quantization.packed_rows import PackedRows
+from ..transformers_compat import model_config as compat
+
+_QUERY_BLOCK = 256
+_LOGIT_ELEMENTS = 1 << 25
+
+
+@dataclass
+class Quality:
+    """Means over the judged positions. kl: KL(reference || quantized) of the next-token distributions in nats;
+    agreement: share of equal argmax; perplexity and reference_perplexity of the text; bits: bits per history element."""
+
+    kl: float
+    agreement: float
+    perplexity: float
+    reference_perplexity: float
+    bits: float
+    positions: int
+    kl_by_sequence: list[float]
+
+    def as_dict(self) -> dict:
+        """Plain dict for JSON."""
+        return asdict(self)
+
+
+class _StreamingView(DenseView):
+    """What the handles of a StreamingLayer refer to; see handle.OscarKV. Unpadded prompts of one call only."""
+
+    def attend(self, query, mask, is_causal, scale, repeat):
+        self.layer.used = True
+        return streaming_attention(self.layer, query, self.keys, self.values, scale)
+
+    def _unsupported(self, *args):
+        raise UnsupportedModelError("evaluation needs a model with attn_implementation='sdpa'")
+
+    scores = weighted_sum = dense = _unsupported
+
+
+class StreamingLayer(DynamicLayer):
+    """One layer of the evaluation: its artifact's quantizer between update and attention. side: "kv", "k" or "v"."""
+
+    def __init__(self, artifact: Artifact, config, layer_idx: int, side: str):
+        super().__init__()
+        self.artifact, self.config, self.layer_idx, self.side = artifact, config, layer_idx, side
+        self.used = False
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.dim = key_states.shape[3]
+        self.constants = self.artifact.constants_for(self.layer_idx, key_states, value_states)
+        view = _StreamingView(self, key_states, value_states)
+        return OscarKV(view, "k", key_states.shape), OscarKV(view, "v", value_states.shape)
+
+    @property
+    def bits(self) -> float:
+        """Bits per history element, scale and min included, keys and values together."""
+        config = self.config
+        key, value = (
+            (16 if s else 32) / config.group_size_for(self.dim) for s in (config.key_symmetric, config.value_symmetric)
+        )
+        return 2 + (key + value) / 2
+
+    def round_trip(self, x: Tensor, kind: str) -> Tensor:
+        """Keys ("k") or values ("v") [B, H, T, D] after packing and unpacking."""
+        if kind not in self.side:
+            return x
+        config, constants, dim = self.config, self.constants, x.shape[3]
+        rows = PackedRows(
+            *x.shape[:2], dim, config.group_size_for(dim),
+            config.key_symmetric if kind == "k" else config.value_symmetric, x.device, x.shape[2],
+        )  # fmt: skip
+        if kind == "k":
+            append_rows(rows, 0, x, constants.key_transform, constants.key_mean, config.key_rule, constants.key_metric)
+            return dequantize_rows(rows, 0, x.shape[2], constants.key_inverse, constants.key_mean, x.dtype)
+        append_rows(rows, 0, x, constants.value_transform, None, config.value_rule, None)
+        return dequantize_rows(rows, 0, x.shape[2], constants.value_inverse, None, x.dtype)
+
+
+def streaming_attention(layer: StreamingLayer, query: Tensor, keys: Tensor, values: Tensor, scale) -> Tensor:
+    """Causal attention [B, Hq, T, D] in which query i sees key j exact if j < sink or i - j < recent, else quantized."""
+    sink, recent = layer.config.sink_tokens, layer.config.recent_tokens
+    packed_keys, packed_values = layer.round_trip(keys, "k"), layer.round_trip(values, "v")
+    heads, total = keys.shape[1:3]
+    grouped = query.unflatten(1, (heads, -1))
+    group = grouped.shape[2]
+    positions = torch.arange(total, device=query.device)
+    outputs = []
+    for begin in range(0, total, _QUERY_BLOCK):
+        end = min(total, begin + _QUERY_BLOCK)
+        own = positions[begin:end, None]
+        # Columns: exact sink | packed history of the oldest to the newest query | exact recent of the same.
+        first = min(sink, end)
+        middle = max(first, end - recent)
+        near = max(first, begin - recent + 1)
+        columns = [slice(0, first), slice(first, middle), slice(near, end)]
+        masks = [
+            positions[None, columns[0]] <= own,
+            own - positions[None, columns[1]] >= recent,
+            (positions[None, columns[2]] <= own) & (own - positions[None, columns[2]] < recent),
+        ]
+        block_keys = torch.cat([keys[:, :, columns[0]], packed_keys[:, :, columns[1]], keys[:, :, columns[2]]], 2)
+        block_values = torch.cat(
+            [values[:, :, columns[0]], packed_values[:, :, columns[1]], values[:, :, columns[2]]], 2
+        )
+        block_query = grouped[:, :, :, begin:end].flatten(2, 3)
+        mask = torch.cat(masks, 1).repeat(group, 1)
+        output = F.scaled_dot_product_attention(block_query, block_keys, block_values, attn_mask=mask, scale=scale)
+        outputs.append(output.unflatten(2, (group, end - begin)))
+    return torch.cat(outputs, 3).flatten(1, 2)
+
+
+def _hidden_states(model, ids: Tensor, cache: Cache) -> Tensor:
+    body = compat.without_head(model)
+    return body(input_ids=ids, use_cache=True, **{compat.CACHE_ARGUMENT: cache}).last_hidden_state[0]
+
+
+def _log_probabilities(model, hidden: Tensor) -> Tensor:
+    factor, softcap = compat.logit_scaling(compat.text_config(model.config))
+    logits = factor * model.get_output_embeddings()(hidden).float()
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits.log_softmax(-1)
+
+
+@torch.no_grad()
+def evaluate(
+    model,
+    artifact: Artifact,
+    sequences: list[Tensor],
+    first_position: int | None = None,
+    side: str = "kv",
+    progress=lambda: None,
+    **overrides,
+) -> Quality:
+    """Quality of an artifact over token sequences [1, T], judged at positions first_position (default T / 2) .. T - 2.
+
+    side: "kv", or "k" or "v" to quantize keys or values alone. overrides: storage fields of OscarConfig.
+    """
+    if side not in ("kv", "k", "v"):
+        raise ArtifactError(f"side: got {side!r}, allowed are kv, k, v")
+    decoder, config = compat.text_config(model.config), artifact.config.override(**overrides)
+    sums, by_sequence = torch.zeros(5, dtype=torch.float64), []
+    for ids in sequences:
+        ids = ids.to(model.device)
+        total = ids.shape[1]
+        begin = total // 2 if first_position is None else first_position
+        if not 0 <= begin < total - 1:
+            raise ArtifactError(
+                f"first_position: got {begin}, allowed are 0 .. {total - 2} for sequences of {total} tokens"
+            )
+        reference = _hidden_states(model, ids, Cache(layers=compat.native_layers(decoder)))[begin:-1]
+        layers = compat.native_layers(decoder)
+        ours = [i for i, layer in enumerate(layers) if compat.is_plain_attention(layer)]
+        for index in ours:
+            layers[index] = StreamingLayer(artifact, config, index, side)
+        quantized = _hidden_states(model, ids, Cache(layers=layers))[begin:-1]
+        unseen = [index for index in ours if not layers[index].used]
+        if unseen:
+            raise UnsupportedModelError(
+                f"layers {unseen} did not attend through the cache: load the model with sdpa attention"
+            )
+        bits = [layers[index].bits for index in ours]
+        target, own = ids[0, begin + 1 :], torch.zeros(5, dtype=torch.float64)
+        chunk = max(16, _LOGIT_ELEMENTS // decoder.vocab_size)
+        for a in range(0, len(target), chunk):
+            expected = _log_probabilities(model, reference[a : a + chunk])
+            got = _log_probabilities(model, quantized[a : a + chunk])
+            token = target[a : a + chunk, None]
+            own += torch.stack([
+                (expected.exp() * (expected - got)).sum(-1).double().sum(),
+                (expected.argmax(-1) == got.argmax(-1)).double().sum(),
+                -got.gather(1, token).double().sum(),
+                -expected.gather(1, token).double().sum(),
+                torch.tensor(float(len(token)), dtype=torch.float64, device=token.device),
+            ]).cpu()  # fmt: skip
+        sums += own
+        by_sequence.append(float(own[0] / own[4]))
+        progress()
+    kl, agreement, loss, reference_loss = (sums[:4] / sums[4]).tolist()
+    return Quality(
+        kl=kl,
+        agreement=agreement,
+        perplexity=float(torch.tensor(loss).exp()),
+        reference_perplexity=float(torch.tensor(reference_loss).exp()),
+        bits=sum(bits) / len(bits),
+        positions=int(sums[4]),
+        kl_by_sequence=by_sequence,
+    )

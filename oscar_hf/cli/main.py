@@ -1,0 +1,252 @@
+"""The `oscar-hf` command: calibrate, inspect, plan, eval, bench. Errors of the package end with one line and exit code 2."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from ..artifact.config import RECIPES, VALUE_TARGETS
+from ..bench.command import add_commands, at_least
+from ..bench.report import write_json
+from ..errors import OscarError, first_line
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        for path in (getattr(args, "json", None), getattr(args, "plot", None)):
+            if path:
+                writable_file(path)
+        return args.run(args)
+    except OscarError as error:
+        print(f"oscar-hf: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"oscar-hf: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("oscar-hf: interrupted, nothing was written", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="oscar-hf", description="2-bit KV cache for Hugging Face transformers")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    calibrate = commands.add_parser("calibrate", help="make an artifact for a model from its attention statistics")
+    _model_arguments(calibrate)
+    calibrate.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write the artifact to")
+    calibrate.add_argument(
+        "--recipe", default="default", choices=RECIPES, help="parts of the method (default: default)"
+    )
+    calibrate.add_argument(
+        "--base-model", metavar="NAME", help="name to record (default: the model's Hub id or folder name)"
+    )
+    calibrate.add_argument("--value-target", choices=VALUE_TARGETS, help="what the value covariance is weighted by")
+    calibrate.add_argument(
+        "--text", nargs="+", metavar="FILE", help="UTF-8 text (default: the text inside the package)"
+    )
+    calibrate.add_argument("--tokens", type=at_least(1), default=32768, help="tokens to calibrate on (default: 32768)")
+    calibrate.add_argument(
+        "--context",
+        type=at_least(1),
+        help="tokens per sequence (default: as many as the model, the text and the memory allow, at most 32768)",
+    )
+    calibrate.add_argument(
+        "--seed", type=at_least(0), default=0, help="shifts the sequences within the text (default: 0)"
+    )
+    calibrate.set_defaults(run=_calibrate)
+
+    inspect = commands.add_parser("inspect", help="print what an artifact holds and whether it is sound")
+    inspect.add_argument("artifact", help="folder, or Hub repository id")
+    inspect.add_argument("--revision", help="branch, tag or commit on the Hub")
+    inspect.add_argument("--subfolder", help="folder inside the repository")
+    inspect.set_defaults(run=_inspect)
+
+    plan = commands.add_parser(
+        "plan", help="what the cache would do with each layer, and its bytes, from the config alone"
+    )
+    plan.add_argument("model", help="folder or Hub repository id; only its config is read")
+    plan.add_argument("--revision", help="branch, tag or commit of the model on the Hub")
+    plan.add_argument(
+        "--gguf-file", metavar="F", help="read the config from this GGUF file of the folder or repository"
+    )
+    plan.add_argument("--artifact", metavar="A", help="folder or Hub repository id (default: the recipe hadamard)")
+    plan.add_argument("--subfolder", help="folder of the artifact inside its repository")
+    length = plan.add_mutually_exclusive_group()
+    length.add_argument("--context", type=at_least(1), metavar="N", help="tokens to count for (default: 32768 at most)")
+    length.add_argument(
+        "--max-cache-len", type=at_least(1), metavar="N", help="plan a static cache of that many tokens"
+    )
+    plan.add_argument("--json", metavar="FILE", help="write the plan as JSON, too")
+    plan.set_defaults(run=_plan)
+
+    evaluate = commands.add_parser("eval", help="compare artifacts on a model: KL divergence from the BF16 cache")
+    _model_arguments(evaluate)
+    evaluate.add_argument("--artifact", nargs="+", required=True, metavar="A", help="folders or Hub repository ids")
+    evaluate.add_argument("--subfolder", help="folder inside the repository of each artifact")
+    evaluate.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text not used to calibrate")
+    evaluate.add_argument("--context", type=at_least(4), default=4096, help="tokens per sequence (default: 4096)")
+    evaluate.add_argument("--sequences", type=at_least(1), default=4, help="sequences from the text (default: 4)")
+    evaluate.add_argument("--side", default="kv", choices=("kv", "k", "v"), help="quantize keys, values or both")
+    evaluate.add_argument(
+        "--seed", type=at_least(0), default=0, help="shifts the sequences within the text (default: 0)"
+    )
+    evaluate.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
+    evaluate.set_defaults(run=_evaluate)
+
+    add_commands(commands.add_parser("bench", help="speed and memory on a CUDA GPU"), run=_bench)
+    return parser
+
+
+def writable_file(path: str) -> None:
+    """Raise OscarError unless a file can be written at a path, before hours are spent on what goes into it."""
+    target = Path(path)
+    if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise OscarError(
+            f"cannot write the file {path!r}: give a file name in a folder that exists and can be written to"
+        )
+
+
+def _writable_folder(path: str) -> None:
+    """The same for a folder that is to be made."""
+    target = Path(path)
+    existing = next(p for p in (target, *target.absolute().parents) if p.exists())
+    if not path.strip() or not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise OscarError(f"cannot write the folder {path!r}: give a folder that exists or can be made")
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="folder or Hub repository id of a causal language model")
+    parser.add_argument("--revision", help="branch, tag or commit of the model on the Hub")
+    parser.add_argument(
+        "--gguf-file", metavar="F", help="load the model from this GGUF file of the folder or repository"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    parser.add_argument(
+        "--dtype", default="auto", choices=DTYPES, help="model dtype (default auto: float32 on a CPU, else bfloat16)"
+    )
+
+
+def load_model(name: str, *, revision=None, gguf_file=None, device=None, dtype="auto"):
+    """Model (eval mode) and tokenizer; failures to load become an OscarError with the reason.
+
+    dtype auto: float32 on a CPU, most of which emulate bfloat16 slowly, else bfloat16.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    options = {"revision": revision} | ({"gguf_file": gguf_file} if gguf_file else {})
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        # No attention is asked for: transformers takes sdpa, or eager for the families that have no other (GPT-OSS).
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **options)
+        return model.to(device).eval(), tokenizer
+    except (OSError, ValueError, RuntimeError, ImportError, AssertionError) as error:
+        raise OscarError(f"cannot load the model {name!r} on {device}: {first_line(error)}") from error
+
+
+def _load(args):
+    return load_model(
+        args.model, revision=args.revision, gguf_file=args.gguf_file, device=args.device, dtype=args.dtype
+    )
+
+
+def _calibrate(args) -> int:
+    from ..artifact.artifact import Artifact
+    from ..calibration.calibrate import calibrate, read_texts
+
+    _writable_folder(args.output)
+    text, source = read_texts(args.text) if args.text else (None, None)
+    overrides = {"value_target": args.value_target} if args.value_target else {}
+    if args.base_model:
+        overrides["base_model"] = args.base_model
+    model, tokenizer = _load(args)
+    artifact = calibrate(
+        model, tokenizer, text, recipe=args.recipe, tokens=args.tokens, context=args.context, seed=args.seed,
+        text_source=source, **overrides,
+    )  # fmt: skip
+    if args.gguf_file:
+        artifact.config.calibration["model_file"] = args.gguf_file
+    folder = artifact.save(args.output)
+    print(Artifact.load(folder).describe())
+    return 0
+
+
+def _inspect(args) -> int:
+    from ..artifact.artifact import Artifact
+
+    print(Artifact.load(args.artifact, revision=args.revision, subfolder=args.subfolder).describe())
+    return 0
+
+
+def _plan(args) -> int:
+    from .plan import plan
+
+    result = plan(
+        args.model,
+        artifact=args.artifact,
+        context=args.context,
+        max_cache_len=args.max_cache_len,
+        revision=args.revision,
+        gguf_file=args.gguf_file,
+        subfolder=args.subfolder,
+    )
+    print(result)
+    return _finish(result.as_dict(), args.json)
+
+
+def _evaluate(args) -> int:
+    from tqdm.auto import tqdm
+
+    from ..artifact.artifact import Artifact
+    from ..calibration.calibrate import read_texts, token_sequences
+    from ..calibration.evaluate import evaluate
+
+    artifacts = {name: Artifact.load(name, subfolder=args.subfolder) for name in args.artifact}
+    text, source = read_texts(args.text)
+    model, tokenizer = _load(args)
+    sequences = token_sequences(
+        tokenizer, text, args.sequences * args.context, args.context, args.seed, minimum=args.context
+    )
+    results = {}
+    with tqdm(total=len(sequences) * len(artifacts), desc="evaluating", unit="seq") as bar:
+        for name, artifact in artifacts.items():
+            results[name] = evaluate(model, artifact, sequences, side=args.side, progress=lambda: bar.update(1))
+    print(f"{len(sequences)} x {sequences[0].shape[1]} tokens of {source}, judged on the second half")
+    print(f"{'artifact':<44}{'recipe':<10}{'bits':>6}{'mean KL':>10}{'agreement':>11}{'perplexity':>12}{'BF16':>9}")
+    for name, q in results.items():
+        recipe = artifacts[name].config.recipe
+        print(
+            f"{name:<44}{recipe:<10}{q.bits:>6.2f}{q.kl:>10.4f}{q.agreement:>11.4f}{q.perplexity:>12.3f}"
+            f"{q.reference_perplexity:>9.3f}"
+        )
+    return _finish({name: q.as_dict() for name, q in results.items()}, args.json)
+
+
+def _bench(args) -> int:
+    from ..bench.device import failed
+
+    result = args.bench(args, load_model)
+    print(result["machine"])
+    _finish(result, args.json)
+    if args.plot:
+        args.draw(result, args.plot)
+    return int(any(failed(row) for row in result["rows"]))
+
+
+def _finish(result: dict, path: str | None) -> int:
+    """Write a result where --json asked for it; the exit code."""
+    if path:
+        write_json(result, path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Decode attention straight from 2-bit codes, as Triton kernels with their reference beside them."""

@@ -1,0 +1,1 @@
+"""Pure mathematics and the packed format: no transformers, no configuration, no cache."""

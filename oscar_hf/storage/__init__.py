@@ -1,0 +1,1 @@
+"""What one layer holds, apart from transformers' protocol and from attention masks."""
