@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..kernels.decode.decode import MAX_NEW_TOKENS, DecodeStore, decode_attention, decode_problem, mask_facts
 from ..kernels.dequantize import dequantize_rows
-from ..kernels.launch import can_launch, warn_once
+from ..kernels.launch import launch_problem, warn_once
 from .blockwise import prefill_attention, prefill_problem
 
 if TYPE_CHECKING:
@@ -190,9 +190,9 @@ def _find_leading(mask: Tensor, new_tokens: int) -> list[int] | None:
 
 def _fused_problem(query: Tensor, store: DecodeStore, mask: Tensor | None, is_causal: bool, new_tokens: int) -> str:
     """Why the fused kernel cannot take this call, or an empty string."""
-    can, reason = can_launch(query.device)
-    if not can:
-        return reason
+    problem = launch_problem(query.device)
+    if problem:
+        return problem
     if query.dtype != store.sink_k.dtype:
         return f"the decode kernel takes queries of the cache's dtype {store.sink_k.dtype}, got {query.dtype}"
     if query.shape[2] != new_tokens:

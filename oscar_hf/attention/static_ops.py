@@ -15,7 +15,7 @@ from ..artifact.layer_constants import LayerConstants
 from ..errors import CacheStateError
 from ..kernels.decode.decode import DecodeStore, decode_attention, decode_problem, mask_facts
 from ..kernels.dequantize import dequantize_rows
-from ..kernels.launch import can_launch, fall_back
+from ..kernels.launch import fall_back, launch_problem
 from ..kernels.step import (
     HISTORY,
     LENGTH,
@@ -96,7 +96,7 @@ def attend(
     facts: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
     """Attention of the last M tokens, [B, Hq, M, D] to [B, Hq, M, Dv] in the query's dtype, causal among them."""
-    problem = can_launch(query.device)[1]
+    problem = launch_problem(query.device)
     if query.dtype != stored.sink_k.dtype:
         problem = f"the decode kernel takes queries of the cache's dtype {stored.sink_k.dtype}, got {query.dtype}"
     if not problem:

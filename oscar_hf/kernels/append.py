@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..quantization.packed_rows import PackedRows, tokens_per_row
 from ..quantization.quantizer import FP16_MAX, MAX_CODE, SCALE_FLOOR, ScaleRule, check_group_size, quantize_rows
-from .launch import MAX_HEAD_DIM, can_launch, fall_back, head_dim_problem, next_power_of_two, on_device, tl, triton
+from .launch import MAX_HEAD_DIM, fall_back, head_dim_problem, launch_problem, next_power_of_two, on_device, tl, triton
 from .search import _quantize, _scale_of_range, _search_at_once, _search_in_turn
 
 
@@ -514,7 +514,7 @@ def _kernel_problem(head_dim: int, group_size: int) -> str:
 
 def append_rows(rows, start, x, transform, mean, rule, metric) -> None:
     """`append_rows_reference` through the fastest path that can run on the device of x."""
-    problem = can_launch(x.device)[1] or _kernel_problem(rows.head_dim, rows.group_size)
+    problem = launch_problem(x.device) or _kernel_problem(rows.head_dim, rows.group_size)
     if problem:
         fall_back(x.device, problem)
         append_rows_reference(rows, start, x, transform, mean, rule, metric)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..quantization.packed_rows import PackedRows, tokens_per_row
 from ..quantization.quantizer import dequantize
-from .launch import can_launch, fall_back, head_dim_problem, next_power_of_two, on_device, tl, triton
+from .launch import fall_back, head_dim_problem, launch_problem, next_power_of_two, on_device, tl, triton
 
 
 def dequantize_rows_reference(
@@ -215,7 +215,7 @@ def dequantize_rows(rows, start, stop, inverse, mean, dtype) -> Tensor:
     float64 is the reference's own precision and always goes to it.
     """
     device = rows.codes.device
-    problem = can_launch(device)[1] or head_dim_problem(rows.head_dim)
+    problem = launch_problem(device) or head_dim_problem(rows.head_dim)
     if problem:
         fall_back(device, problem)
     if problem or dtype == torch.float64:

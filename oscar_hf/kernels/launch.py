@@ -15,19 +15,23 @@ MAX_HEAD_DIM = 256
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra import cuda as tlx
 except ImportError:
 
     class _Missing:
-        """Stands in for triton and tl where the kernels are defined, so that the package imports without Triton."""
+        """Stands in for triton, tl and tlx where the kernels are defined, so that the package imports without Triton."""
 
-        constexpr = None
+        @staticmethod
+        def constexpr(value):
+            """Leave the constant what it is."""
+            return value
 
         @staticmethod
         def jit(function=None, **_):
             """Leave the kernel an ordinary function; nothing calls it."""
             return function if function is not None else lambda later: later
 
-    triton = tl = _Missing()
+    triton = tl = tlx = _Missing()
 
 HAS_TRITON = type(triton).__name__ != "_Missing"
 _given_warnings: set[str] = set()
@@ -58,12 +62,11 @@ def _cuda_problem(index: int) -> str:
     return problem
 
 
-def can_launch(device: torch.device) -> tuple[bool, str]:
-    """Whether Triton kernels can be compiled for and launched on `device`, and if not, why."""
+def launch_problem(device: torch.device) -> str:
+    """Why Triton kernels cannot be compiled for or launched on `device`, or an empty string."""
     if device.type != "cuda":
-        return False, f"the tensors are on {device.type}, and the Triton kernels are for CUDA GPUs"
-    problem = _cuda_problem(torch.cuda.current_device() if device.index is None else device.index)
-    return not problem, problem
+        return f"the tensors are on {device.type}, and the Triton kernels are for CUDA GPUs"
+    return _cuda_problem(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def head_dim_problem(head_dim: int) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..quantization.packed_rows import PackedRows, tokens_per_row
 from ..quantization.quantizer import ScaleRule
 from .append import _encode, _kernel_problem, _matrix_strides, _plan, _rotate, append_rows_reference
-from .launch import can_launch, next_power_of_two, on_device, tl, triton
+from .launch import launch_problem, next_power_of_two, on_device, tl, triton
 
 # Slots of a layer's counters on the device, int32: tokens held, tokens packed, programs that have finished (0 between
 # launches), 1 once a step did not fit, and tokens whose codes are already there (counts where it is more than HISTORY).
@@ -309,7 +309,7 @@ def _launch(keys, values, new_keys, new_values, lengths, counters, recent, start
 
 def place_problem(keys: Side, values: Side) -> str:
     """Why the kernel cannot place tokens in this layer, or an empty string."""
-    reason = can_launch(keys.sink.device)[1]
+    reason = launch_problem(keys.sink.device)
     for side in (keys, values):
         reason = reason or _kernel_problem(side.rows.head_dim, side.rows.group_size)
         if side is values and side.rule.weighted:

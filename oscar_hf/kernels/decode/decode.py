@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ...quantization.packed_rows import PAIRED_HEAD_DIM
-from ..launch import HAS_TRITON, can_launch, interpreting, next_power_of_two, tl, triton
+from ..launch import HAS_TRITON, interpreting, launch_problem, next_power_of_two, tl, triton
 from ..launch import on_device as on_device_of
 from .reference import mask_facts_reference
 
@@ -985,8 +985,8 @@ def mask_facts(mask: Tensor, length: int | Tensor, new_tokens: int) -> Tensor:
     First the first slot that any head and query sees (length if none). Then 0 if the mask is just "slot >= first and
     causal" on the slots in use, else 1: it must be read. length: an int, or an int32 tensor of one element on the device
     """
-    can, _ = can_launch(mask.device)
-    if not can and not interpreting():
+    problem = launch_problem(mask.device)
+    if problem and not interpreting():
         return mask_facts_reference(mask, length, new_tokens)
     facts = torch.empty(mask.shape[0], 2, dtype=torch.int32, device=mask.device)
     data, kind, floor, strides = _mask_arguments(mask)
