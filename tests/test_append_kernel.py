@@ -354,7 +354,7 @@ def test_reasons(monkeypatch):
     assert launch.head_dim_problem(128) == "" and "12" in launch.head_dim_problem(12)
     assert "264" in launch.head_dim_problem(264)
     assert "cpu" in launch.launch_problem(torch.device("cpu"))
-    assert "256 columns" in append._kernel_problem(200, 5)
+    assert "256 columns" in append.encode_problem(200, 5)
     if launch.HAS_TRITON:
         for version, is_problem in (("3.3.1", True), ("3.4.0", False), ("3.10.0+git12ab", False), ("2.1.0", True)):
             monkeypatch.setattr(launch.triton, "__version__", version)

@@ -27,19 +27,9 @@ def dequantize_rows_reference(
 
 @triton.jit
 def _load_rows(
-    codes_ptr,
-    scale_ptr,
-    min_ptr,
-    tokens,
-    is_token,
-    channels,
-    stride_cr,
-    stride_st,
-    SYMMETRIC: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    PAIRED: tl.constexpr,
-):
+    codes_ptr, scale_ptr, min_ptr, tokens, is_token, channels, stride_cr, stride_st,
+    SYMMETRIC: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
     """min + scale * code of some channels of the rows of one head, float32 [tokens, channels]; 0 where masked.
 
     Each word or byte is loaded once per crumb; all but the first hit the cache, and no shuffle is needed.
@@ -65,37 +55,12 @@ def _load_rows(
 
 @triton.jit(do_not_specialize=["start", "num_tokens"])
 def _dequantize_kernel(
-    codes_ptr,
-    scale_ptr,
-    min_ptr,
-    inverse_ptr,
-    mean_ptr,
-    out_ptr,
-    start,
-    num_tokens,
-    stride_cb,
-    stride_ch,
-    stride_cr,
-    stride_sb,
-    stride_sh,
-    stride_st,
-    stride_ih,
-    stride_ik,
-    stride_in,
-    stride_mean_h,
-    stride_ob,
-    stride_oh,
-    stride_ot,
-    HAS_INVERSE: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    PAIRED: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    codes_ptr, scale_ptr, min_ptr, inverse_ptr, mean_ptr, out_ptr, start, num_tokens, stride_cb, stride_ch, stride_cr,
+    stride_sb, stride_sh, stride_st, stride_ih, stride_ik, stride_in, stride_mean_h, stride_ob, stride_oh, stride_ot,
+    HAS_INVERSE: tl.constexpr, HAS_MEAN: tl.constexpr, SYMMETRIC: tl.constexpr, HEAD_DIM: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, PAIRED: tl.constexpr, DIM_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """One program: BLOCK_T tokens of one (batch, KV head). Grid (token tiles, H, B).
 
     codes int16, or for D = 64 the same memory as bytes; scale and min fp16; inverse and mean float32; out [B, H, T, D]
@@ -116,19 +81,9 @@ def _dequantize_kernel(
         for k_start in range(0, HEAD_DIM, BLOCK_K):
             k = k_start + tl.arange(0, BLOCK_K)
             rotated = _load_rows(
-                codes_ptr,
-                scale_ptr,
-                min_ptr,
-                tokens,
-                is_token,
-                k,
-                stride_cr,
-                stride_st,
-                SYMMETRIC,
-                HEAD_DIM,
-                GROUP_SIZE,
-                PAIRED,
-            )
+                codes_ptr, scale_ptr, min_ptr, tokens, is_token, k, stride_cr, stride_st, SYMMETRIC, HEAD_DIM,
+                GROUP_SIZE, PAIRED,
+            )  # fmt: skip
             matrix = tl.load(
                 inverse_ptr + head * stride_ih + k[:, None] * stride_ik + channels[None, :] * stride_in,
                 mask=(k < HEAD_DIM)[:, None] & is_channel[None, :],
@@ -137,19 +92,9 @@ def _dequantize_kernel(
             x = tl.dot(rotated, matrix, x, input_precision="ieee")
     else:
         x = _load_rows(
-            codes_ptr,
-            scale_ptr,
-            min_ptr,
-            tokens,
-            is_token,
-            channels,
-            stride_cr,
-            stride_st,
-            SYMMETRIC,
-            HEAD_DIM,
-            GROUP_SIZE,
-            PAIRED,
-        )
+            codes_ptr, scale_ptr, min_ptr, tokens, is_token, channels, stride_cr, stride_st, SYMMETRIC, HEAD_DIM,
+            GROUP_SIZE, PAIRED,
+        )  # fmt: skip
     if HAS_MEAN:
         x += tl.load(mean_ptr + head * stride_mean_h + channels, mask=is_channel, other=0.0)[None, :]
     out_ptr += batch * stride_ob + head * stride_oh
@@ -182,30 +127,13 @@ def dequantize_rows_triton(rows, start, stop, inverse, mean, dtype) -> Tensor:
     block_t = min(16 if stop - start <= 16 else 64, max(16, 8192 // dim_tile))
     with on_device(codes.device):
         _dequantize_kernel[(-(-(stop - start) // block_t), heads, batch)](
-            codes,
-            rows.scale,
-            rows.scale if rows.symmetric else rows.min,
-            rows.scale if inverse is None else inverse,
-            rows.scale if mean is None else mean,
-            out,
-            start,
-            stop - start,
-            *codes.stride()[:3],
-            *rows.scale.stride()[:3],
-            *inverse_strides,
-            0 if mean is None else mean.stride(0),
-            *out.stride()[:3],
-            HAS_INVERSE=inverse is not None,
-            HAS_MEAN=mean is not None,
-            SYMMETRIC=rows.symmetric,
-            HEAD_DIM=head_dim,
-            GROUP_SIZE=rows.group_size,
-            PAIRED=paired,
-            DIM_TILE=dim_tile,
-            BLOCK_T=block_t,
-            BLOCK_K=min(32, dim_tile),
+            codes, rows.scale, rows.scale if rows.symmetric else rows.min, rows.scale if inverse is None else inverse,
+            rows.scale if mean is None else mean, out, start, stop - start, *codes.stride()[:3],
+            *rows.scale.stride()[:3], *inverse_strides, 0 if mean is None else mean.stride(0), *out.stride()[:3],
+            HAS_INVERSE=inverse is not None, HAS_MEAN=mean is not None, SYMMETRIC=rows.symmetric, HEAD_DIM=head_dim,
+            GROUP_SIZE=rows.group_size, PAIRED=paired, DIM_TILE=dim_tile, BLOCK_T=block_t, BLOCK_K=min(32, dim_tile),
             num_warps=4 if block_t * dim_tile <= 4096 else 8,
-        )
+        )  # fmt: skip
     return out
 
 

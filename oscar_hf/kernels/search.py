@@ -1,36 +1,39 @@
 """Device functions that choose the scale and min of rotated rows: of a range, and by trying shrunken ranges.
 
-A search keeps the candidate range with the least loss, as `quantizer._search` does. `_search_at_once` makes the candidates an
-axis of the tile, which suits a lone token; `_search_in_turn` goes through them with a tile of many tokens, which suits a
-prompt. Rows are [tokens, groups, channels of a group], padded to powers of two as `append` says.
+A search keeps the candidate range with the least loss, as `quantizer._search` does. `search_at_once` makes the candidates an
+axis of the tile, which suits a lone token; `search_in_turn` goes through them with a tile of many tokens, which suits a
+prompt. Rows are [tokens, groups, channels of a group], padded to powers of two as `encode` says.
 """
 
+from ..quantization import quantizer
 from .launch import tl, triton
 
+_MAX_CODE = tl.constexpr(quantizer.MAX_CODE)
+_SCALE_FLOOR = tl.constexpr(quantizer.SCALE_FLOOR)
+_FP16_MAX = tl.constexpr(quantizer.FP16_MAX)
+
 
 @triton.jit
-def _round_to_fp16(x, FP16_MAX: tl.constexpr):
+def _round_to_fp16(x):
     """What fp16 will hold of x, float32; saturates."""
-    return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
+    return tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX).to(tl.float16).to(tl.float32)
 
 
 @triton.jit
-def _quantize(x, scale, low, MAX_CODE: tl.constexpr):
+def quantize(x, scale, low):
     """Codes as float32. IEEE division: an approximate one moves codes across a rounding boundary."""
     codes = tl.floor(tl.div_rn(x - low, scale) + 0.5)
-    return tl.minimum(tl.maximum(codes, 0.0), MAX_CODE)
+    return tl.minimum(tl.maximum(codes, 0.0), _MAX_CODE)
 
 
 @triton.jit
-def _scale_of_range(
-    low, high, SYMMETRIC: tl.constexpr, FP16_MAX: tl.constexpr, SCALE_FLOOR: tl.constexpr, MAX_CODE: tl.constexpr
-):
+def scale_of_range(low, high, SYMMETRIC: tl.constexpr):
     """Scale and min of ranges low..high as fp16 will hold them, for codes must fit the stored numbers."""
-    scale = _round_to_fp16(tl.maximum(tl.div_rn(high - low, MAX_CODE), SCALE_FLOOR), FP16_MAX)
+    scale = _round_to_fp16(tl.maximum(tl.div_rn(high - low, _MAX_CODE), _SCALE_FLOOR))
     if SYMMETRIC:
         low = scale * -1.5
     else:
-        low = _round_to_fp16(low, FP16_MAX)
+        low = _round_to_fp16(low)
     return scale, low
 
 
@@ -45,19 +48,10 @@ def _shrink(middle, end, factor):
 
 @triton.jit
 def _weighted_loss(
-    error,
-    metric_ptr,
-    channels,
-    is_channel,
-    stride_mk,
-    stride_mn,
-    GROUP_SIZE: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    error, metric_ptr, channels, is_channel, stride_mk, stride_mn,
+    GROUP_SIZE: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    DIM_TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """e M e^T of each row of `error` float32 [ROWS, DIM_TILE], as [ROWS]."""
     CHUNKS: tl.constexpr = DIM_TILE // BLOCK_K
     # Registers cannot be sliced, so chunk i of the k axis is picked by a masked sum: columns i, i + CHUNKS, ...
@@ -80,32 +74,13 @@ def _weighted_loss(
 
 
 @triton.jit
-def _search_at_once(
-    groups,
-    low,
-    high,
-    metric_ptr,
-    channels,
-    is_channel,
-    stride_mk,
-    stride_mn,
-    SYMMETRIC: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    LOW_FACTORS: tl.constexpr,
-    HIGH_FACTORS: tl.constexpr,
-    NUM_FACTORS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    GROUPS_TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+def search_at_once(
+    groups, low, high, metric_ptr, channels, is_channel, stride_mk, stride_mn,
+    SYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, LOW_FACTORS: tl.constexpr, HIGH_FACTORS: tl.constexpr,
+    NUM_FACTORS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, BLOCK_T: tl.constexpr, CANDIDATES: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FP16_MAX: tl.constexpr,
-    SCALE_FLOOR: tl.constexpr,
-    MAX_CODE: tl.constexpr,
-):
+):  # fmt: skip
     """Best scale and min [BLOCK_T, GROUPS_TILE] of rows `groups` with ranges low..high; all CANDIDATES side by side."""
     DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
     low, high = low[:, None, :], high[:, None, :]
@@ -118,30 +93,18 @@ def _search_at_once(
         high_factor = tl.where(candidate == i, HIGH_FACTORS[i], high_factor)
     middle = (low + high) * 0.5
     # [BLOCK_T, CANDIDATES, GROUPS_TILE]
-    scale, low = _scale_of_range(
-        _shrink(middle, low, low_factor), _shrink(middle, high, high_factor), SYMMETRIC, FP16_MAX, SCALE_FLOOR, MAX_CODE
-    )
+    scale, low = scale_of_range(_shrink(middle, low, low_factor), _shrink(middle, high, high_factor), SYMMETRIC)
     entries = groups[:, None, :, :]
-    codes = _quantize(entries, scale[:, :, :, None], low[:, :, :, None], MAX_CODE)
+    codes = quantize(entries, scale[:, :, :, None], low[:, :, :, None])
     error = low[:, :, :, None] + scale[:, :, :, None] * codes - entries
     if DIM_TILE != HEAD_DIM:
         error = tl.where(tl.reshape(is_channel, [1, 1, GROUPS_TILE, GROUP_TILE]), error, 0.0)
     if WEIGHTED:
         # The metric couples all channels of a row, so one candidate is chosen for the whole row.
         loss = _weighted_loss(
-            tl.reshape(error, [BLOCK_T * CANDIDATES, DIM_TILE]),
-            metric_ptr,
-            channels,
-            is_channel,
-            stride_mk,
-            stride_mn,
-            GROUP_SIZE,
-            GROUP_TILE,
-            GROUPS,
-            BLOCK_T * CANDIDATES,
-            DIM_TILE,
-            BLOCK_K,
-        )
+            tl.reshape(error, [BLOCK_T * CANDIDATES, DIM_TILE]), metric_ptr, channels, is_channel, stride_mk, stride_mn,
+            GROUP_SIZE, GROUP_TILE, GROUPS, BLOCK_T * CANDIDATES, DIM_TILE, BLOCK_K,
+        )  # fmt: skip
         loss = tl.reshape(loss, [BLOCK_T, CANDIDATES, 1])
     else:
         loss = tl.sum(error * error, axis=3)
@@ -165,7 +128,7 @@ def _code_limit(scale, MIDDLE: tl.constexpr, SLACK: tl.constexpr):
 
 @triton.jit
 def _error(groups, scale, low):
-    """Dequantized minus true rows, the codes being those of `_quantize` bit for bit.
+    """Dequantized minus true rows, the codes being those of `quantize` bit for bit.
 
     fl(fl(d / scale) + 0.5) reaches 1, 2 or 3 where fl(d / scale) reaches 0.5 - 2^-25, 1.5 or 2.5, so where d / scale reaches
     the middle between that number and the one below, which no d / scale meets exactly. Three comparisons cost a third of a
@@ -186,17 +149,9 @@ def _one_over_power_of_two(x):
 
 @triton.jit
 def _metric_block(
-    metric_ptr,
-    unit,
-    row,
-    column,
-    stride_mk,
-    stride_mn,
-    GROUP_SIZE: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    metric_ptr, unit, row, column, stride_mk, stride_mn,
+    GROUP_SIZE: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A square block of unit * M as a sum of two fp16 blocks, which hold 22 of its 24 bits; padding is 0."""
     rows, columns = row + tl.arange(0, BLOCK), column + tl.arange(0, BLOCK)
     is_row = (rows // GROUP_TILE < GROUPS) & (rows % GROUP_TILE < GROUP_SIZE)
@@ -214,7 +169,7 @@ def _metric_block(
 
 @triton.jit
 def _loss_part(left, right, coarse, fine):
-    """left_coarse M (2 right - right_coarse)^T of each row, with M = coarse + fine. See `_search_in_turn`."""
+    """left_coarse M (2 right - right_coarse)^T of each row, with M = coarse + fine. See `search_in_turn`."""
     rounded = left.to(tl.float16)
     product = tl.dot(rounded, fine)
     product = tl.dot(rounded, coarse, product)
@@ -222,30 +177,12 @@ def _loss_part(left, right, coarse, fine):
 
 
 @triton.jit
-def _search_in_turn(
-    groups,
-    low,
-    high,
-    metric_ptr,
-    channels,
-    is_channel,
-    stride_mk,
-    stride_mn,
-    SYMMETRIC: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    LOW_FACTORS: tl.constexpr,
-    HIGH_FACTORS: tl.constexpr,
-    NUM_FACTORS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    GROUPS_TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    FP16_MAX: tl.constexpr,
-    SCALE_FLOOR: tl.constexpr,
-    MAX_CODE: tl.constexpr,
-):
+def search_in_turn(
+    groups, low, high, metric_ptr, channels, is_channel, stride_mk, stride_mn,
+    SYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, LOW_FACTORS: tl.constexpr, HIGH_FACTORS: tl.constexpr,
+    NUM_FACTORS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """Best scale and min [BLOCK_T, GROUPS_TILE] of rows `groups` with ranges low..high; one candidate after the other.
 
     The loss e M e^T goes through matrix units at nearly float32's precision, but in two fp16 products: with e = h + r, h its
@@ -257,7 +194,7 @@ def _search_in_turn(
     # one a quarter is there at a time.
     SIDE: tl.constexpr = DIM_TILE if DIM_TILE <= 128 else DIM_TILE // 2
     middle = (low + high) * 0.5
-    best_scale, best_low = _scale_of_range(low, high, SYMMETRIC, FP16_MAX, SCALE_FLOOR, MAX_CODE)
+    best_scale, best_low = scale_of_range(low, high, SYMMETRIC)
     if WEIGHTED:
         best = tl.full([BLOCK_T], float("inf"), dtype=tl.float32)
         row_unit = _one_over_power_of_two(tl.max(best_scale, axis=1))[:, None]
@@ -277,14 +214,7 @@ def _search_in_turn(
         for j in tl.static_range(1, NUM_FACTORS):
             low_factor = tl.where(i == j, LOW_FACTORS[j], low_factor)
             high_factor = tl.where(i == j, HIGH_FACTORS[j], high_factor)
-        scale, minimum = _scale_of_range(
-            _shrink(middle, low, low_factor),
-            _shrink(middle, high, high_factor),
-            SYMMETRIC,
-            FP16_MAX,
-            SCALE_FLOOR,
-            MAX_CODE,
-        )
+        scale, minimum = scale_of_range(_shrink(middle, low, low_factor), _shrink(middle, high, high_factor), SYMMETRIC)
         if WEIGHTED:
             error = _error(groups, scale * row_unit, minimum * row_unit)
         else:
@@ -301,17 +231,9 @@ def _search_in_turn(
                 # A loop, not four calls: blocks loaded in it are not kept for the next candidate.
                 for j in range(4):
                     coarse, fine = _metric_block(
-                        metric_ptr,
-                        unit,
-                        j // 2 * SIDE,
-                        j % 2 * SIDE,
-                        stride_mk,
-                        stride_mn,
-                        GROUP_SIZE,
-                        GROUP_TILE,
-                        GROUPS,
-                        SIDE,
-                    )
+                        metric_ptr, unit, j // 2 * SIDE, j % 2 * SIDE, stride_mk, stride_mn, GROUP_SIZE, GROUP_TILE,
+                        GROUPS, SIDE,
+                    )  # fmt: skip
                     loss += _loss_part(tl.where(j < 2, left, right), tl.where(j % 2 == 0, left, right), coarse, fine)
             # The metric couples all channels of a row, so one candidate is chosen for the whole row.
             better = loss < best

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..quantization.packed_rows import PackedRows, tokens_per_row
 from ..quantization.quantizer import ScaleRule
-from .append import _encode, _kernel_problem, _matrix_strides, _plan, _rotate, append_rows_reference
+from .append import append_rows_reference
+from .encode import encode, encode_plan, encode_problem, matrix_strides, rotate
 from .launch import launch_problem, next_power_of_two, on_device, tl, triton
 
 # Slots of a layer's counters on the device, int32: tokens held, tokens packed, programs that have finished (0 between
@@ -114,7 +115,6 @@ def _step_side(
     LOW_FACTORS: tl.constexpr, HIGH_FACTORS: tl.constexpr, NUM_FACTORS: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
     WORDS_TILE: tl.constexpr, PAIRED: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_K: tl.constexpr,
-    FP16_MAX: tl.constexpr, SCALE_FLOOR: tl.constexpr, MAX_CODE: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of one KV head; pointers are at that head."""
     DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
@@ -131,15 +131,15 @@ def _step_side(
             exact = tl.load(ring_ptr + j % ring * HEAD_DIM + d, mask=is_d, other=0.0)
             tl.store(sink_ptr + entry * HEAD_DIM + d, exact, mask=is_d & (entry >= 0) & (entry < sink))
     for j in range(encoded, packed):
-        x = _rotate(
+        x = rotate(
             ring_ptr, transform_ptr, mean_ptr, channels, is_channel, j % ring, ring, HEAD_DIM, stride_rk, stride_rn,
             HAS_TRANSFORM, HAS_MEAN, HEAD_DIM, 1, BLOCK_K, DIM_TILE,
         )  # fmt: skip
-        _encode(
+        encode(
             x, metric_ptr, codes_ptr, scale_ptr, min_ptr, j + one, one == 0, channels, is_channel,
             stride_mk, stride_mn, stride_cr, stride_st, SYMMETRIC, CLIP_INDEX, SEARCH, WEIGHTED, LOW_FACTORS,
             HIGH_FACTORS, NUM_FACTORS, HEAD_DIM, GROUP_SIZE, GROUPS, GROUP_TILE, GROUPS_TILE, WORDS_TILE, PAIRED, 1,
-            CANDIDATES, BLOCK_K, FP16_MAX, SCALE_FLOOR, MAX_CODE,
+            CANDIDATES, BLOCK_K,
         )  # fmt: skip
     # A new token may take the ring slot of one that left above.
     tl.debug_barrier()
@@ -173,7 +173,6 @@ def _step_kernel(
     V_LOW_FACTORS: tl.constexpr, V_HIGH_FACTORS: tl.constexpr, V_NUM_FACTORS: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     V_GROUP_SIZE: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP_TILE: tl.constexpr, V_GROUPS_TILE: tl.constexpr,
     V_WORDS_TILE: tl.constexpr, V_PAIRED: tl.constexpr, V_CANDIDATES: tl.constexpr, V_BLOCK_K: tl.constexpr,
-    FP16_MAX: tl.constexpr, SCALE_FLOOR: tl.constexpr, MAX_CODE: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, 2, B): keys are program 0 of the second axis, values program 1.
 
@@ -208,7 +207,7 @@ def _step_kernel(
             stride_nkt, stride_rk, stride_rn, stride_mk, stride_mn, stride_kcr, stride_kst,
             K_TRANSFORM, K_MEAN, STARTS, K_BLOCK, K_SYMMETRIC, K_CLIP_INDEX, K_SEARCH, K_WEIGHTED, K_LOW_FACTORS,
             K_HIGH_FACTORS, K_NUM_FACTORS, K_HEAD_DIM, K_GROUP_SIZE, K_GROUPS, K_GROUP_TILE, K_GROUPS_TILE,
-            K_WORDS_TILE, K_PAIRED, K_CANDIDATES, K_BLOCK_K, FP16_MAX, SCALE_FLOOR, MAX_CODE,
+            K_WORDS_TILE, K_PAIRED, K_CANDIDATES, K_BLOCK_K,
         )  # fmt: skip
     else:
         at = b * HEADS + h
@@ -221,7 +220,7 @@ def _step_kernel(
             stride_nvt, stride_wk, stride_wn, stride_wk, stride_wn, stride_vcr, stride_vst,
             V_TRANSFORM, False, STARTS, V_BLOCK, V_SYMMETRIC, V_CLIP_INDEX, V_SEARCH, V_WEIGHTED, V_LOW_FACTORS,
             V_HIGH_FACTORS, V_NUM_FACTORS, V_HEAD_DIM, V_GROUP_SIZE, V_GROUPS, V_GROUP_TILE, V_GROUPS_TILE,
-            V_WORDS_TILE, V_PAIRED, V_CANDIDATES, V_BLOCK_K, FP16_MAX, SCALE_FLOOR, MAX_CODE,
+            V_WORDS_TILE, V_PAIRED, V_CANDIDATES, V_BLOCK_K,
         )  # fmt: skip
     if ON_DEVICE:
         # Every program has read the counters before it draws its ticket, so the last one may change them.
@@ -269,17 +268,16 @@ def _launch(keys, values, new_keys, new_values, lengths, counters, recent, start
             raise ValueError("sink and ring must be contiguous")
     plans, codes = [], []
     for side, dim in ((keys, key_dim), (values, value_dim)):
-        plan = dict(_plan(dim, side.rows.group_size, side.rows.symmetric, side.rule, True))
+        plan = dict(encode_plan(dim, side.rows.group_size, side.rows.symmetric, side.rule, True))
         plan.pop("BLOCK_T")
         plans.append(plan)
         codes.append(side.rows.codes if tokens_per_row(dim) == 1 else side.rows.codes.view(torch.uint8))
-    shared = {name: plans[0][name] for name in ("FP16_MAX", "SCALE_FLOOR", "MAX_CODE")}
     warps = max(plan["num_warps"] for plan in plans)
     named = {
         f"{prefix}_{name}": value
         for prefix, plan in zip("KV", plans)
         for name, value in plan.items()
-        if name not in shared and name != "num_warps"
+        if name != "num_warps"
     }
     # Tensors that are absent need some pointer to stand in for them.
     key_metric = keys.metric if plans[0]["WEIGHTED"] else None
@@ -297,13 +295,13 @@ def _launch(keys, values, new_keys, new_values, lengths, counters, recent, start
             *new_keys.stride()[:3], *new_values.stride()[:3],
             *codes[0].stride()[:3], *keys.rows.scale.stride()[:3],
             *codes[1].stride()[:3], *values.rows.scale.stride()[:3],
-            *_matrix_strides(keys.transform), 0 if keys.mean is None else keys.mean.stride(0),
-            *_matrix_strides(key_metric), *_matrix_strides(values.transform),
+            *matrix_strides(keys.transform), 0 if keys.mean is None else keys.mean.stride(0),
+            *matrix_strides(key_metric), *matrix_strides(values.transform),
             HEADS=heads, ON_DEVICE=counters is not None, ENCODE_AHEAD=encode_ahead, STARTS=start is not None,
             K_TRANSFORM=keys.transform is not None, K_MEAN=keys.mean is not None,
             V_TRANSFORM=values.transform is not None,
             K_BLOCK=next_power_of_two(key_dim), V_BLOCK=next_power_of_two(value_dim),
-            **named, **shared, num_warps=warps,
+            **named, num_warps=warps,
         )  # fmt: skip
 
 
@@ -311,7 +309,7 @@ def place_problem(keys: Side, values: Side) -> str:
     """Why the kernel cannot place tokens in this layer, or an empty string."""
     reason = launch_problem(keys.sink.device)
     for side in (keys, values):
-        reason = reason or _kernel_problem(side.rows.head_dim, side.rows.group_size)
+        reason = reason or encode_problem(side.rows.head_dim, side.rows.group_size)
         if side is values and side.rule.weighted:
             reason = reason or "the step kernel takes a weighted search for keys only"
     return reason
