@@ -22,7 +22,7 @@ from oscar_hf.kernels.step import (
     Side,
     encode_ahead_reference,
     encode_ahead_triton,
-    leaving,
+    packed_after,
     place_problem,
     place_tokens_reference,
     place_tokens_triton,
@@ -90,7 +90,7 @@ def test_equals_the_reference(dim, group, rule, on_device, start, dtype):
     pairs = [(keys, values), copy.deepcopy((keys, values))]
     lengths = run(STEPS, pairs, dtype, on_device, start, key_dim=dim, value_dim=dim)
     total = sum(STEPS)
-    expected = (total, leaving(total - STEPS[-1], 0, SINK, RECENT))
+    expected = (total, packed_after(total - STEPS[-1], 0, SINK, RECENT))
     for got in lengths:
         assert tuple(got.tolist()[:2] if on_device else got) == expected
     if on_device:

@@ -31,7 +31,7 @@ from ..errors import CacheStateError, UnsupportedModelError
 from ..kernels.append import append_rows
 from ..kernels.decode.decode import MAX_NEW_TOKENS, DecodeStore
 from ..kernels.dequantize import dequantize_rows
-from ..kernels.step import Side, leaving, place_problem, place_tokens_triton
+from ..kernels.step import Side, packed_after, place_problem, place_tokens_triton
 from ..quantization.packed_rows import PackedRows
 
 DRAFT_MARGIN = 32
@@ -236,7 +236,7 @@ class OscarLayer(CacheLayerMixin):
 
     def _step(self, keys: Tensor, values: Tensor) -> bool:
         """Place a few tokens in one launch; False where no kernel can, or where many tokens leave the window."""
-        packed = leaving(self.tokens, self.history, self.sink, self.config.recent_tokens)
+        packed = packed_after(self.tokens, self.history, self.sink, self.config.recent_tokens)
         if packed - self.history > _MAX_STEP_LEAVING:
             return False
         sides = self.sides()

@@ -37,7 +37,7 @@ class Side:
     metric: Tensor | None = None
 
 
-def leaving(length: int, history: int, sink: int, recent: int) -> int:
+def packed_after(length: int, history: int, sink: int, recent: int) -> int:
     """How many tokens are packed after a step on `length` tokens: all but the sink and the last recent - 1 before it."""
     return max(history, length - sink - recent + 1)
 
@@ -65,7 +65,7 @@ def place_tokens_reference(
         if counters is not None:
             counters[OVERFLOW] = 1
         return lengths
-    packed = leaving(length, history, sink, recent)
+    packed = packed_after(length, history, sink, recent)
     begins = [0] * new_keys.shape[0] if start is None else start.tolist()
     for side, rows in ((keys, new_keys), (values, new_values)):
         if packed > history:
@@ -89,7 +89,7 @@ def encode_ahead_reference(keys: Side, values: Side, counters: Tensor, recent: i
     counters: int32 [COUNTERS]; AHEAD is raised. The codes are those that the step would write; it skips what AHEAD counts.
     """
     length, history = counters.tolist()[:2]
-    if leaving(length, history, keys.sink.shape[2], recent) <= history:
+    if packed_after(length, history, keys.sink.shape[2], recent) <= history:
         return
     for side in (keys, values):
         oldest = side.ring[:, :, history % side.ring.shape[2]].unsqueeze(2)
@@ -243,7 +243,7 @@ def place_tokens_triton(keys, values, new_keys, new_values, lengths, recent, sta
     (length, history), new = lengths, new_keys.shape[2]
     if limit is not None and length + new > limit:
         return lengths
-    packed = leaving(length, history, keys.sink.shape[2], recent)
+    packed = packed_after(length, history, keys.sink.shape[2], recent)
     for side in (keys, values):
         if packed > side.rows.capacity:
             raise ValueError(f"tokens up to {packed} do not fit the capacity {side.rows.capacity}: reserve first")
