@@ -12,15 +12,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from oscar_hf.kernels import launch
-from oscar_hf.kernels.decode.decode import (
-    DecodeStore,
-    _choose,
-    decode_attention,
-    decode_problem,
-    mask_facts,
-    splits_in_use,
-)
+from oscar_hf.kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts, splits_in_use
 from oscar_hf.kernels.decode.reference import decode_attention_reference, mask_facts_reference
+from oscar_hf.kernels.decode.tuning import choose_tuning
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and not launch.interpreting(), reason="needs Triton, with a GPU or interpreted"
@@ -233,7 +227,7 @@ def test_a_mask_known_by_its_facts_is_not_read(new, start):
     mask = mask_of(first, store.length, store.length + 9, new)
     facts = mask_facts(mask, store.length, new)
     assert not facts[:, 1].any()
-    tuning = dataclasses.replace(_choose(query, store), block=16)
+    tuning = dataclasses.replace(choose_tuning(query, store), block=16)
     expected = decode_attention_reference(query, store, mask=mask[..., : store.length])
     out = poisoned(query, store, mask=torch.zeros_like(mask), mask_facts=facts, tuning=tuning)
     assert relative_error(out, expected) < TOLERANCE[query.dtype]
@@ -268,7 +262,7 @@ def test_scores_that_rise_all_along_the_history():
     query, store = make(history=400, heads=2, query_size=2.0)
     growth = torch.linspace(0.1, 6, store.k_scale.shape[2], device=DEVICE).half()[None, None, :, None]
     store.k_scale, store.k_min = store.k_scale * growth, store.k_min * growth
-    check(query, store, factor=3, tuning=dataclasses.replace(_choose(query, store), splits=1))
+    check(query, store, factor=3, tuning=dataclasses.replace(choose_tuning(query, store), splits=1))
 
 
 @pytest.mark.parametrize("size,shift", [(1e-4, 0.0), (1000.0, -400.0), (30.0, 400.0)])
@@ -297,7 +291,7 @@ def test_lengths_on_the_device():
 def test_room_for_more_changes_nothing():
     # The splits in use follow from the history, not from what the cache could hold.
     query, store = make(history=200, capacity=320)
-    tuning = dataclasses.replace(_choose(query, store), block=16, splits=4)
+    tuning = dataclasses.replace(choose_tuning(query, store), block=16, splits=4)
     length, history = (torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (store.length, store.history))
     more = {name: getattr(store, name) for name in ("k_codes", "k_scale", "k_min", "v_codes", "v_scale", "v_min")}
     more = {name: torch.cat([x] * 5, 2) for name, x in more.items()}
@@ -308,7 +302,7 @@ def test_room_for_more_changes_nothing():
 
 def test_splits():
     query, store = make(history=500)
-    tuning = dataclasses.replace(_choose(query, store), block=16, warps=1, tiles=2, splits=5, alone=False)
+    tuning = dataclasses.replace(choose_tuning(query, store), block=16, warps=1, tiles=2, splits=5, alone=False)
     used = [splits_in_use(history, tuning) for history in (0, 1, 32, 33, 160, 161, 500)]
     assert used == [0, 1, 1, 2, 5, 3, 4]
     check(query, store, tuning=tuning)
@@ -324,7 +318,7 @@ def test_splits():
 def test_several_batch_rows_per_program(together):
     query, store = make(batch=5, heads=8, kv_heads=2, history=200, start=[0, 3, 150, 205, 50], new=2, per_head=True)
     rows = dict(prepare_rows=2, merge_rows=4, merge_parts=4, block=16, together=together)
-    check(query, store, tuning=dataclasses.replace(_choose(query, store), **rows))
+    check(query, store, tuning=dataclasses.replace(choose_tuning(query, store), **rows))
 
 
 def test_inverse_as_a_view_of_the_transform():
@@ -381,7 +375,7 @@ def test_random_shapes_within_the_target(seed):
 @pytest.mark.parametrize("dim,heads,group", [(64, 3, 64), (64, 8, 32), (128, 4, 128), (128, 12, 64), (256, 4, 256)])
 def test_assembly_and_its_twin_agree(dim, heads, group):
     query, store = make(dim=dim, heads=heads, group=group, history=5000, sink=64, ring=256, mean=True)
-    tuning = _choose(query, store)
+    tuning = choose_tuning(query, store)
     assert tuning.asm
     twin = decode_attention(query, store, tuning=dataclasses.replace(tuning, asm=False))
     torch.testing.assert_close(decode_attention(query, store, tuning=tuning), twin, rtol=1e-5, atol=1e-6)

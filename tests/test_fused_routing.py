@@ -8,7 +8,7 @@ from tiny_models import tiny_config
 
 from oscar_hf import Artifact, OscarCache
 from oscar_hf.attention import packed as attention
-from oscar_hf.kernels.decode.decode import decode_attention
+from oscar_hf.kernels.decode import decode_attention
 from oscar_hf.kernels.launch import HAS_TRITON, interpreting
 
 WINDOWS = dict(sink_tokens=8, recent_tokens=16)

@@ -20,7 +20,7 @@ from twin import Twin
 from oscar_hf import Artifact, CacheStateError, OscarCache, OscarConfig
 from oscar_hf.artifact.layer_constants import LayerConstants
 from oscar_hf.cache.layer import DRAFT_MARGIN
-from oscar_hf.kernels.decode.decode import MAX_NEW_TOKENS
+from oscar_hf.kernels.decode import MAX_NEW_TOKENS
 from oscar_hf.quantization.rotation import hadamard
 
 EXAMPLES = int(os.environ.get("OSCAR_HF_EXAMPLES", "200"))

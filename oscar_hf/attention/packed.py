@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..kernels.decode.decode import MAX_NEW_TOKENS, DecodeStore, decode_attention, decode_problem, mask_facts
+from ..kernels.decode import MAX_NEW_TOKENS, DecodeStore, decode_attention, decode_problem, mask_facts
 from ..kernels.dequantize import dequantize_rows
 from ..kernels.launch import launch_problem, warn_once
 from .blockwise import prefill_attention, prefill_problem

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..artifact.layer_constants import LayerConstants
 from ..errors import CacheStateError
-from ..kernels.decode.decode import DecodeStore, decode_attention, decode_problem, mask_facts
+from ..kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts
 from ..kernels.dequantize import dequantize_rows
 from ..kernels.launch import fall_back, launch_problem
 from ..kernels.step import (

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import OscarError
-from ..kernels.decode.decode import DecodeStore, decode_attention, decode_problem
+from ..kernels.decode import DecodeStore, decode_attention, decode_problem
 from ..kernels.decode.reference import decode_attention_reference
 from ..kernels.dequantize import dequantize_rows
 from ..quantization.packed_rows import PackedRows

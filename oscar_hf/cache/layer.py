@@ -29,7 +29,7 @@ from ..attention.packed import keeps_dtypes, visible
 from ..attention.views import CallView
 from ..errors import CacheStateError, UnsupportedModelError
 from ..kernels.append import append_rows
-from ..kernels.decode.decode import MAX_NEW_TOKENS, DecodeStore
+from ..kernels.decode import MAX_NEW_TOKENS, DecodeStore
 from ..kernels.dequantize import dequantize_rows
 from ..kernels.step import Side, packed_after, place_problem, place_tokens_triton
 from ..quantization.packed_rows import PackedRows

@@ -11,7 +11,7 @@ from ..artifact.artifact import Artifact
 from ..artifact.config import OVERRIDABLE, RECIPES, OscarConfig
 from ..attention.static_ops import overflow_message
 from ..errors import ArtifactError, CacheStateError, OscarError
-from ..kernels.decode.decode import MAX_NEW_TOKENS
+from ..kernels.decode import MAX_NEW_TOKENS
 from ..kernels.step import OVERFLOW
 from ..transformers_compat import model_config as compat
 from . import native_layers as native

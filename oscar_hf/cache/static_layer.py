@@ -16,7 +16,7 @@ from ..attention.packed import one_row_per_token, without_autocast
 from ..attention.static_ops import overflow_message
 from ..attention.views import CallView, repeat_heads
 from ..errors import CacheStateError
-from ..kernels.decode.decode import MAX_NEW_TOKENS
+from ..kernels.decode import MAX_NEW_TOKENS
 from ..kernels.step import AHEAD, COUNTERS, HISTORY, LENGTH, OVERFLOW
 from ..quantization.packed_rows import PackedRows
 from ..storage.static_layout import Layout

@@ -17,7 +17,7 @@ from ..artifact.artifact import Artifact
 from ..cache.layer import OscarLayer
 from ..cache.oscar_cache import OscarCache, check_token_count
 from ..errors import OscarError, first_line
-from ..kernels.decode.decode import decode_problem
+from ..kernels.decode import decode_problem
 from ..transformers_compat import model_config as compat
 
 FUSED, PYTORCH, NATIVE = "fused", "PyTorch", "native"

@@ -23,7 +23,7 @@ def _dequantize(codes, scale, minimum, head_dim, tokens, dtype):
 
 
 def decode_attention_reference(query, store, mask=None, scale=None, softcap=None, s_aux=None, dtype=torch.float64):
-    """What `decode.decode_attention` computes, in `dtype`: same arguments, output [B, Hq, M, D] in `dtype`."""
+    """What `decode_attention` computes, in `dtype`: same arguments, output [B, Hq, M, D] in `dtype`."""
     batch, heads, new, head_dim = query.shape
     kv_heads, sink, ring = store.k_codes.shape[1], store.sink_k.shape[2], store.ring_k.shape[2]
     rep = heads // kv_heads
@@ -96,7 +96,7 @@ def decode_attention_reference(query, store, mask=None, scale=None, softcap=None
 
 
 def mask_facts_reference(mask, length, new_tokens):
-    """What `decode.mask_facts` computes: same arguments, same result."""
+    """What `mask_facts` computes: same arguments, same result."""
     slot = torch.arange(mask.shape[-1], device=mask.device)
     used = slot < length
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
