@@ -11,10 +11,11 @@ from transformers import DynamicCache, EncoderDecoderCache
 from oscar_hf import OscarCache, OscarError, deferred_stop
 from oscar_hf.attention import static_ops as ops
 from oscar_hf.kernels.step import place_tokens_reference
-from oscar_hf.transformers_compat import model_config as compat
+from oscar_hf.transformers_compat import deferred_stop as deferral
+from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(compat.generation_utils, "DeferredStopCheck"), reason="needs transformers 5.17 or later"
+    not hasattr(deferral.generation_utils, "DeferredStopCheck"), reason="needs transformers 5.17 or later"
 )
 
 
@@ -28,7 +29,7 @@ def grown(model, cache, ids, defer, **options):
                 do_sample=False,
                 disable_compile=True,
                 pad_token_id=0,
-                **{compat.CACHE_ARGUMENT: cache},
+                **{CACHE_ARGUMENT: cache},
                 **options,
             )
         counted.append(int(cache.get_seq_length()))
@@ -54,7 +55,7 @@ class Event:
 def test_same_tokens_and_same_length(kind, stops_early, device, monkeypatch):
     if device == "cpu":
         monkeypatch.setattr(torch, "Event", Event)
-        monkeypatch.setattr(compat, "_works_beside_host", lambda device: True)
+        monkeypatch.setattr(deferral, "_works_beside_host", lambda device: True)
     model = tiny_model("qwen3").to(device)
     ids = prompt(1, 40)[0].to(device)
 
@@ -74,54 +75,54 @@ def test_same_tokens_and_same_length(kind, stops_early, device, monkeypatch):
 def test_a_full_cache_at_the_end(monkeypatch):
     """The step that is one too many does not fit; on a GPU it only leaves a flag, and then there is nothing to take back."""
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(compat, "_works_beside_host", lambda device: True)
+    monkeypatch.setattr(deferral, "_works_beside_host", lambda device: True)
 
-    def place(stored, constants, layout, keys, values):
-        sides = ops._sides(stored, constants, layout)
-        place_tokens_reference(*sides, keys, values, stored.counters, layout.recent, stored.start, layout.limit)
+    def place(regions, layout, keys, values):
+        sides = (regions.keys, regions.values)
+        place_tokens_reference(*sides, keys, values, regions.counters, layout.recent, regions.start, layout.limit)
 
-    monkeypatch.setattr(ops, "place", place)
+    monkeypatch.setattr(ops, "_place", place)
     model, ids = tiny_model("qwen3"), prompt(1, 40)[0]
     options = dict(do_sample=False, disable_compile=True, pad_token_id=0, max_new_tokens=30)
-    plain = model.generate(ids, **{compat.CACHE_ARGUMENT: static(model, 256)}, **options)
+    plain = model.generate(ids, **{CACHE_ARGUMENT: static(model, 256)}, **options)
     options["eos_token_id"] = int(plain[0, 62])
-    expected = model.generate(ids, **{compat.CACHE_ARGUMENT: static(model, 256)}, **options)
+    expected = model.generate(ids, **{CACHE_ARGUMENT: static(model, 256)}, **options)
     cache = static(model, expected.shape[1] - 1)
     with deferred_stop():
-        assert torch.equal(model.generate(ids, **{compat.CACHE_ARGUMENT: cache}, **options), expected)
-    assert [layer.tokens for layer in cache.oscar_layers] == [expected.shape[1] - 1] * 3
+        assert torch.equal(model.generate(ids, **{CACHE_ARGUMENT: cache}, **options), expected)
+    assert [layer.store.tokens for layer in cache.oscar_layers] == [expected.shape[1] - 1] * 3
     cache.check_overflow()
 
 
 def test_pairs_of_caches_are_left_alone():
     model = tiny_model("t5")
     pair = EncoderDecoderCache(OscarCache(model.config, **SMALL), DynamicCache())
-    assert not compat.can_defer_stop(pair, torch.device("cuda"))
+    assert not deferral.can_defer_stop(pair, torch.device("cuda"))
     with deferred_stop():
-        supported = compat.generation_utils.DeferredStopCheck.is_supported
+        supported = deferral.generation_utils.DeferredStopCheck.is_supported
         assert not supported(torch.device("cuda"), pair, True, False)
 
 
 @pytest.mark.filterwarnings("error:oscar_hf")
 def test_a_cache_that_nobody_passed_is_deferred_without_a_word():
     with deferred_stop():
-        supported = compat.generation_utils.DeferredStopCheck.is_supported
+        supported = deferral.generation_utils.DeferredStopCheck.is_supported
         assert supported(torch.device("cuda"), static(tiny_model("gemma3"), 128), False, False)
 
 
 def test_it_ends_with_the_block():
-    before = compat.generation_utils.DeferredStopCheck.is_supported
+    before = deferral.generation_utils.DeferredStopCheck.is_supported
     with pytest.raises(ZeroDivisionError), deferred_stop():
-        supported = compat.generation_utils.DeferredStopCheck.is_supported
+        supported = deferral.generation_utils.DeferredStopCheck.is_supported
         assert supported(torch.device("cuda"), None, True, False)
         assert not supported(torch.device("cpu"), None, True, False)
         assert not supported(torch.device("cuda"), None, True, is_assistant=True)
         raise ZeroDivisionError
-    assert compat.generation_utils.DeferredStopCheck.is_supported is before
+    assert deferral.generation_utils.DeferredStopCheck.is_supported is before
 
 
 def test_blocks_that_overlap_end_with_the_last_one():
-    check = compat.generation_utils.DeferredStopCheck
+    check = deferral.generation_utils.DeferredStopCheck
     before, first, second = check.is_supported, deferred_stop(), deferred_stop()
     first.__enter__()
     second.__enter__()
@@ -134,10 +135,10 @@ def test_blocks_that_overlap_end_with_the_last_one():
 def test_a_cache_that_cannot_be_cropped_is_named():
     cache = static(tiny_model("gemma3"), 128)
     with deferred_stop(), pytest.warns(UserWarning, match="StaticOscarCache, which cannot be cropped"):
-        assert not compat.generation_utils.DeferredStopCheck.is_supported(torch.device("cuda"), cache, True, False)
+        assert not deferral.generation_utils.DeferredStopCheck.is_supported(torch.device("cuda"), cache, True, False)
 
 
 def test_an_older_transformers_is_named(monkeypatch):
-    monkeypatch.delattr(compat.generation_utils, "DeferredStopCheck")
+    monkeypatch.delattr(deferral.generation_utils, "DeferredStopCheck")
     with pytest.raises(OscarError, match="needs transformers 5.17 or later"), deferred_stop():
         pass

@@ -1,1 +1,1 @@
-"""Every difference between versions of transformers and every question about a model config."""
+"""What is asked of transformers itself: its versions and model classes, a model's config, when generate() stops."""

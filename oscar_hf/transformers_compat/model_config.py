@@ -1,24 +1,15 @@
-"""Every difference between transformers versions, and every question about a model config, in one place."""
+"""Every question about a model config: its decoder, its kinds of layers, their sizes."""
 
-import contextlib
-import threading
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import transformers
-from packaging.version import Version
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
-from transformers.generation import utils as generation_utils
-from transformers.models.auto import modeling_auto
 
+from ..checks import is_whole_number
 from ..errors import OscarError, UnsupportedModelError
-
-# Name of the cache argument of forward and generate; 5.24 renamed it.
-CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+from .versions import without_placeholders
 
 # Config fields from which transformers builds the cache layers that are not ours; an artifact records them, so that a
 # cache can be built without the model's config.
@@ -28,72 +19,6 @@ CACHE_FIELDS = (
 
 # No window and no count is larger.
 _MAX_FIELD = 1 << 30
-
-
-# Name of the class by which generate() defers its question whether it is done; transformers has it from 5.17 on.
-_DEFERRED = "DeferredStopCheck"
-_deferring = threading.Lock()
-# How many blocks of `deferred_stop` are open, and what transformers' own answer is while there are any.
-_deferred_blocks, _plain_is_supported = 0, None
-
-
-@contextlib.contextmanager
-def deferred_stop() -> Iterator[None]:
-    """Within it, generate() learns one step late whether it is done, and so prepares a step while the GPU runs the one before.
-
-    transformers works that way by itself on Apple's GPUs, and only with a cache that can be cropped, since the step that was one
-    too many is taken back: the same tokens come out, and the cache ends at the same length (what stays of that step: one more
-    token may have been packed, and a random number drawn). This asks for it on all devices that work beside the host; on a
-    CPU it changes nothing. Until the last open block ends it holds for the whole process. Raises OscarError where
-    transformers is older than 5.17.
-    """
-    global _deferred_blocks, _plain_is_supported
-    check = getattr(generation_utils, _DEFERRED, None)
-    if check is None:
-        raise OscarError(
-            f"deferred_stop needs transformers 5.17 or later, got {transformers.__version__}: update it, or leave deferred_stop out"
-        )
-    with _deferring:
-        if not _deferred_blocks:
-            _plain_is_supported = check.is_supported
-            check.is_supported = staticmethod(_is_supported_beside_host)
-        _deferred_blocks += 1
-    try:
-        yield
-    finally:
-        with _deferring:
-            _deferred_blocks -= 1
-            if not _deferred_blocks:
-                check.is_supported = staticmethod(_plain_is_supported)
-
-
-def stop_is_deferred() -> bool:
-    """Whether a block of `deferred_stop` is open."""
-    return _deferred_blocks > 0
-
-
-def _is_supported_beside_host(device, cache, cache_is_returned, is_assistant):
-    # transformers' crop of a pair of caches knows its own classes only.
-    if not _works_beside_host(device) or (isinstance(cache, EncoderDecoderCache) and cache_is_returned):
-        return _plain_is_supported(device, cache, cache_is_returned, is_assistant)
-    supported = _plain_is_supported(torch.device("mps"), cache, cache_is_returned, is_assistant)
-    if not supported and not is_assistant:
-        warnings.warn(
-            f"oscar_hf: deferred_stop changes nothing for this {type(cache).__name__}, which cannot be cropped: leave it out, or "
-            "use a growing cache if the model has sliding layers",
-            stacklevel=2,
-        )
-    return supported
-
-
-def can_defer_stop(cache, device: torch.device) -> bool:
-    """Whether `deferred_stop` makes a difference for a cache that is passed to generate()."""
-    is_ours = not isinstance(cache, EncoderDecoderCache)
-    return hasattr(generation_utils, _DEFERRED) and _works_beside_host(device) and is_ours and cache.is_croppable
-
-
-def _works_beside_host(device: torch.device) -> bool:
-    return device.type != "cpu"
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -148,13 +73,7 @@ def native_layers(config: PreTrainedConfig, max_cache_len: int | None = None) ->
             f"transformers makes no cache for this {config.model_type or type(config).__name__} config ({error}): pass the "
             "config of a language model, complete as its model_type needs it"
         ) from None
-    layers = list(cache.layers)
-    modes = list(shared_field(config, "kv_sharing_modes") or ())
-    if len(layers) == len(modes):
-        # From 5.24 on these layers have a placeholder, before they had none: artifacts must fit either.
-        while modes and modes.pop() == "reuse":
-            layers.pop()
-    return layers
+    return without_placeholders(list(cache.layers), shared_field(config, "kv_sharing_modes"))
 
 
 def is_plain_attention(layer: CacheLayerMixin) -> bool:
@@ -184,20 +103,6 @@ def longest_context(config: PreTrainedConfig, most: int) -> int:
     """Tokens that a model takes at a time as far as its config says, at most `most`."""
     stated = shared_field(text_config(config), "max_position_embeddings")
     return min(stated, most) if isinstance(stated, int) and stated > 0 else most
-
-
-def without_head(model: PreTrainedModel) -> torch.nn.Module:
-    """The part of a language model that ends with the last hidden state."""
-    # Llama 4 names its body in a way that `base_model` does not find.
-    return getattr(model, "model", model) if model.base_model is model else model.base_model
-
-
-def logit_scaling(config: PreTrainedConfig) -> tuple[float, float | None]:
-    """(factor, softcap) that a model applies to what its head gives, in this order; softcap may be None."""
-    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    factor *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
-    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    return factor, getattr(config, "final_logit_softcapping", None)
 
 
 @dataclass(frozen=True)
@@ -241,18 +146,6 @@ def native_tokens(layer: CacheLayerMixin, context: int) -> tuple[int, bool]:
     return (context if window is None else min(context, window - 1)), has_state
 
 
-def supports_sdpa(config: PreTrainedConfig) -> bool | None:
-    """Whether transformers offers a model sdpa attention; None for a model that it does not know."""
-    for mapping in (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    ):
-        if type(config) in mapping:
-            return bool(getattr(mapping[type(config)], "_supports_sdpa", False))
-    return None
-
-
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """Name of the kind of each layer; `full_attention` marks those that an artifact has constants for."""
     layers = native_layers(config)
@@ -281,7 +174,7 @@ def config_from_fields(num_hidden_layers: int, types: list[str] | None, fields: 
                 "a list of names",
             )
         else:
-            ok, allowed = type(value) is int and 0 <= value <= _MAX_FIELD, f"an integer from 0 to {_MAX_FIELD}"
+            ok, allowed = is_whole_number(value, 0, _MAX_FIELD), f"an integer from 0 to {_MAX_FIELD}"
         if not ok:
             raise OscarError(f"cache_fields: {name} is {value!r}, allowed is {allowed}")
     types = types or ["full_attention"] * num_hidden_layers
