@@ -112,8 +112,33 @@ def test_a_data_free_artifact_keeps_its_two_transforms_apart():
 
 @pytest.mark.parametrize("recipe", ["default", "paper"])
 def test_a_recipe_that_needs_data_is_never_replaced_by_another(recipe):
-    with pytest.raises(ArtifactError, match=f"recipe '{recipe}' needs calibrated statistics.*hadamard"):
+    with pytest.raises(ArtifactError, match=f"recipe '{recipe}' needs calibrated statistics.*needs none: hadamard$"):
         Artifact.data_free(recipe)
+
+
+def test_recipes_without_data_are_found_not_listed(monkeypatch):
+    monkeypatch.setitem(artifact.RECIPES, "plain", artifact.RECIPES["hadamard"] | {"key_transform": "identity"})
+    assert Artifact.data_free("plain").is_data_free
+    with pytest.raises(ArtifactError, match="needs none: hadamard, plain$"):
+        Artifact.data_free("default")
+
+
+def test_provenance_is_added_to_a_copy():
+    made = calibrated_artifact(calibration={"seed": 1})
+    before = made.constants(0, CPU, 16, 16)
+    copy = made.with_provenance({"text": "a book"}, source="somewhere")
+    assert copy.config.calibration == {"seed": 1, "text": "a book"} and copy.source == "somewhere"
+    assert made.config.calibration == {"seed": 1} and made.source == "memory"
+    assert copy.constants(0, CPU, 16, 16) is before, "what lies on a device is there once"
+    assert made.with_provenance({"seed": 2}).config.calibration == {"seed": 2}
+    assert made.with_provenance().source == "memory"
+
+
+def test_a_wrong_argument_is_named():
+    with pytest.raises(
+        TypeError, match="'revison': allowed are subfolder, revision, token, cache_dir, local_files_only"
+    ):
+        Artifact.load("somewhere", revison="main")
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def test_published_files_load_and_generate(smollm2_zoo, model):
         out = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
     assert out.shape == (1, PROMPT + NEW) and cache.get_seq_length() == PROMPT + NEW - 1
     assert len(cache.oscar_layers) == LAYERS
-    assert {layer.history for layer in cache.oscar_layers} == {cache.oscar_layers[0].history}
-    assert cache.oscar_layers[0].history > 0, "both windows were crossed"
+    assert {layer.store.history for layer in cache.oscar_layers} == {cache.oscar_layers[0].store.history}
+    assert cache.oscar_layers[0].store.history > 0, "both windows were crossed"
 
 
 def test_a_zoo_artifact_becomes_one_of_ours(smollm2_zoo, tmp_path):

@@ -5,41 +5,54 @@ inverse that is just the transpose is not stored). Artifacts come from strangers
 everything is checked before it is used.
 """
 
-import json
+import dataclasses
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..errors import ArtifactError
-from ..quantization.rotation import condition_number, inverse_error
 from . import hub
 from . import rotation_zoo as zoo
-from .config import MAX_LAYERS, MIN_CALIBRATION_TOKENS, RECIPES, OscarConfig
+from .config import MAX_LAYERS, OscarConfig
+from .describe import describe, layer_ranges
+from .hub import HubOptions
 from .layer_constants import LayerConstants
+from .recipes import RECIPES
+from .validate import check_artifact, check_shape, check_size
 
 CONFIG_FILE = "oscar_config.json"
 TENSOR_FILE = "rotations.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_TENSOR_BYTES = 8 << 30
-# The published check for orthogonality; float32 storage of a sound matrix is far below it.
-INVERSE_TOLERANCE = 5e-3
-MAX_CONDITION = 1e4
-# Transforms that follow from the head dim alone.
-_DATA_FREE = ("hadamard", "identity")
 _LAYER_NAMES = frozenset(str(layer) for layer in range(MAX_LAYERS))
 _FIELDS = ("key_transform", "key_inverse", "value_transform", "value_inverse", "key_mean", "key_metric")
 
 
 class Artifact:
-    """Calibrated constants of a model, immutable and shared by every cache made from it.
+    """Calibrated constants of a model and what is known of them; shared by every cache made from it, so never changed.
 
-    layers maps a model layer index to its LayerConstants; a data-free artifact (recipe `hadamard`) has none and makes
-    them when a layer first sees its head dim.
+    A data-free artifact (recipe `hadamard`) has no layers: it makes their constants when a layer first sees its head dim.
+
+    Args:
+        config (`OscarConfig`): What the constants are and how rows are to be stored.
+        layers (`dict[int, LayerConstants]`): The constants by layer index of the model.
+        source (`str`, defaults to `"memory"`): What messages call it, such as a folder or repository.
+
+    Example:
+
+    ```python
+    from oscar_hf import Artifact, OscarCache
+
+    artifact = Artifact.load("my-artifact")  # once, for many caches
+    cache = OscarCache(model.config, artifact=artifact)
+    ```
     """
 
     def __init__(self, config: OscarConfig, layers: dict[int, LayerConstants], source: str = "memory"):
@@ -59,19 +72,54 @@ class Artifact:
     @property
     def is_data_free(self) -> bool:
         """Whether the constants follow from the head dim alone."""
-        return not self.layers and _needs_no_data(self.config)
+        return not self.layers and not self.config.needs_calibration
 
     @classmethod
-    def data_free(cls, recipe: str = "hadamard", **overrides) -> "Artifact":
-        """An artifact that needs no calibration. Recipes that do are refused, never replaced by another."""
-        config = OscarConfig.from_recipe(recipe, **overrides)
-        if not _needs_no_data(config):
-            free = ", ".join(name for name in RECIPES if name == "hadamard")
+    def data_free(cls, recipe: str = "hadamard", **fields: Any) -> "Artifact":
+        """An artifact that needs no calibration. Recipes that do are refused, never replaced by another.
+
+        Args:
+            recipe (`str`, defaults to `"hadamard"`): A recipe that needs no calibration.
+            fields: Fields of `OscarConfig` that replace those of the recipe, such as `sink_tokens`.
+
+        Returns:
+            `Artifact`: One without layers, for any model.
+
+        Raises:
+            `ArtifactError`: If the recipe with these fields needs calibration.
+
+        Example:
+
+        ```python
+        from oscar_hf import Artifact
+
+        Artifact.data_free("hadamard", recent_tokens=128)
+        ```
+        """
+        config = OscarConfig.from_recipe(recipe, **fields)
+        if config.needs_calibration:
+            free = [name for name in RECIPES if not OscarConfig.from_recipe(name).needs_calibration]
             raise ArtifactError(
                 f"recipe {recipe!r} needs calibrated statistics: pass artifact=... (see `oscar-hf calibrate`), "
-                f"or a recipe that needs none: {free}"
+                f"or a recipe that needs none: {', '.join(free)}"
             )
         return cls(config, {}, source=f"recipe {recipe!r}")
+
+    def with_provenance(self, facts: dict[str, Any] | None = None, *, source: str | None = None) -> "Artifact":
+        """A copy that says more of where it comes from, and shares the constants.
+
+        Args:
+            facts (`dict[str, Any]`, *optional*): Entries to add to `config.calibration`, or to replace there.
+            source (`str`, *optional*): What messages call the copy. Defaults to what they call this one.
+
+        Returns:
+            `Artifact`: The copy; this one stays as it is.
+        """
+        config = dataclasses.replace(self.config, calibration=self.config.calibration | (facts or {}))
+        copy = Artifact(config, self.layers, self.source if source is None else source)
+        # The same constants, so the same copies of them on devices.
+        copy._on_device = self._on_device
+        return copy
 
     def constants(self, layer: int, device: torch.device, key_dim: int, value_dim: int) -> LayerConstants:
         """Constants of a layer on a device, shared by every cache that asks. Raises ArtifactError if it has none."""
@@ -85,7 +133,7 @@ class Artifact:
                 constants = self.layers[layer]
             else:
                 raise ArtifactError(
-                    f"{self.source} has no constants for layer {layer}, only for {_ranges(self.layers)}: "
+                    f"{self.source} has no constants for layer {layer}, only for {layer_ranges(self.layers)}: "
                     "use the artifact that was made for this model, or calibrate one with `oscar-hf calibrate`"
                 )
             # They outlive the call, whatever mode it is in.
@@ -113,30 +161,34 @@ class Artifact:
         return constants
 
     @classmethod
-    def load(
-        cls,
-        name_or_path: str | os.PathLike,
-        *,
-        revision: str | None = None,
-        subfolder: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | os.PathLike | None = None,
-        local_files_only: bool = False,
-    ) -> "Artifact":
+    def load(cls, name_or_path: str | os.PathLike, **hub_options: Unpack[HubOptions]) -> "Artifact":
         """Load and check an artifact: a local folder, a Hub repository id, or either holding RotationZoo `.pt` files.
 
-        revision, token, cache_dir, local_files_only are huggingface_hub's and apply to the Hub only; subfolder applies
-        to both. Raises ArtifactError with one sentence for anything missing or unsound.
+        Args:
+            name_or_path (`str` or `os.PathLike`): Folder, or repository id `"owner/name"`.
+            subfolder (`str`, *optional*): Folder inside the folder or repository.
+            revision (`str`, *optional*): Branch, tag or commit. This and the following matter for the Hub only.
+            token (`str` or `bool`, *optional*): Access token. Defaults to the one that huggingface_hub has stored.
+            cache_dir (`str` or `os.PathLike`, *optional*): Where downloads are kept. Defaults to the Hub cache.
+            local_files_only (`bool`, defaults to `False`): Take what was downloaded before, without asking the Hub.
+
+        Returns:
+            `Artifact`: Complete and sound.
+
+        Raises:
+            `ArtifactError`: In one sentence, for anything missing, unsound or out of reach.
+
+        Example:
+
+        ```python
+        from oscar_hf import Artifact
+
+        Artifact.load("my-artifact")
+        Artifact.load("owner/artifact", revision="v1", local_files_only=True)
+        ```
         """
-        folder = hub.resolve(
-            name_or_path,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            choices=[[CONFIG_FILE, TENSOR_FILE], *zoo.FILE_PAIRS],
-        )
+        folder = hub.resolve(name_or_path, [[CONFIG_FILE, TENSOR_FILE], *zoo.FILE_PAIRS], **hub_options)
+        subfolder = hub_options.get("subfolder")
         source = str(name_or_path) if not subfolder else f"{name_or_path}/{subfolder}"
         if (folder / CONFIG_FILE).is_file():
             artifact = cls._read_folder(folder, source)
@@ -154,21 +206,39 @@ class Artifact:
     @classmethod
     def _read_folder(cls, folder: Path, source: str) -> "Artifact":
         config_path, tensor_path = folder / CONFIG_FILE, folder / TENSOR_FILE
-        hub.check_size(config_path, _MAX_CONFIG_BYTES)
+        check_size(config_path, _MAX_CONFIG_BYTES)
         try:
             text = config_path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise ArtifactError(f"{config_path} is not UTF-8 text: download or calibrate it again") from None
         config = OscarConfig.from_json(text)
         if not tensor_path.is_file():
-            if _needs_no_data(config):
+            if not config.needs_calibration:
                 return cls(config, {}, source)
             raise ArtifactError(f"{source} has {CONFIG_FILE} but no {TENSOR_FILE}: download the whole artifact")
-        hub.check_size(tensor_path, _MAX_TENSOR_BYTES)
+        check_size(tensor_path, _MAX_TENSOR_BYTES)
         return cls(config, _read_tensors(tensor_path, config), source)
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Write the two files; an interruption leaves the artifact that was there, or none, never half of one."""
+        """Check the artifact and write its two files, `oscar_config.json` and `rotations.safetensors`.
+
+        An interruption leaves the artifact that was there, or none, never half of one.
+
+        Args:
+            folder (`str` or `os.PathLike`): Where to write; made if need be.
+
+        Returns:
+            `Path`: The folder, to be given to `Artifact.load` or uploaded as it is.
+
+        Raises:
+            `ArtifactError`: If the artifact is not sound; nothing is written.
+
+        Example:
+
+        ```python
+        artifact.save("my-artifact")
+        ```
+        """
         self.validate()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,72 +258,20 @@ class Artifact:
         return folder
 
     def validate(self) -> None:
-        """Raise ArtifactError unless every layer is present, well shaped, finite and invertible."""
-        config = self.config
-        if not self.layers:
-            if not self.is_data_free:
-                raise ArtifactError(
-                    f"{self.source} has no layers, but key_transform {config.key_transform!r}, value_transform "
-                    f"{config.value_transform!r}, key_scale {config.key_scale!r} and center_keys {config.center_keys} "
-                    "need calibrated ones: download or calibrate it again"
-                )
-            return
-        if config.num_hidden_layers is not None and max(self.layers) >= config.num_hidden_layers:
-            raise ArtifactError(
-                f"{self.source} has constants for layer {max(self.layers)}, but num_hidden_layers is "
-                f"{config.num_hidden_layers}: config and tensors do not belong together"
-            )
-        missing = sorted(set(self.expected_layers()) - set(self.layers))
-        if missing:
-            raise ArtifactError(
-                f"{self.source} lacks layer {_ranges(missing)} of {config.num_hidden_layers}: "
-                "download or calibrate it again"
-            )
-        tokens = config.calibration.get("tokens")
-        if isinstance(tokens, (int, float)) and not tokens >= MIN_CALIBRATION_TOKENS:
-            raise ArtifactError(
-                f"{self.source} was calibrated on {tokens} tokens, allowed are at least {MIN_CALIBRATION_TOKENS}: "
-                "calibrate it again on more text"
-            )
-        for layer, constants in sorted(self.layers.items()):
-            _check_layer(f"{self.source}, layer {layer}", layer, constants, config)
+        """Check that every layer is present, well shaped, finite and invertible.
 
-    def expected_layers(self) -> list[int]:
-        """Layers that must have constants: every full-attention layer of the base model, as far as it is known."""
-        config = self.config
-        if config.layer_types is not None:
-            return [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
-        return list(range(config.num_hidden_layers or 0))
+        Raises:
+            `ArtifactError`: With the first thing that is not.
+        """
+        check_artifact(self.source, self.config, self.layers)
 
     def describe(self) -> str:
-        """Several lines for people: what the artifact is, its geometry, its provenance, how sound its matrices are."""
-        config, lines = self.config, [f"artifact    {self.source}"]
-        lines.append(f"recipe      {config.recipe}: keys {config.key_transform}, values {config.value_transform}")
-        lines.append(
-            f"scales      keys {config.key_scale}{' symmetric' if config.key_symmetric else ''}, "
-            f"values {config.value_scale}{' symmetric' if config.value_symmetric else ''}, "
-            f"centred keys {'yes' if config.center_keys else 'no'}, per head {'yes' if config.per_head else 'no'}"
-        )
-        lines.append(
-            f"windows     sink {config.sink_tokens}, recent {config.recent_tokens}, "
-            f"group {config.group_size or 'head dim'}"
-        )
-        lines.append(f"base model  {config.base_model} revision {config.base_model_revision} ({config.model_type})")
-        lines.append(
-            f"geometry    {config.num_hidden_layers} layers, KV heads {config.num_key_value_heads}, "
-            f"head dim {config.head_dim}, value head dim {config.value_head_dim or 'the same'}"
-        )
-        if self.layers:
-            worst = max(inverse_error(c.key_transform, c.key_inverse) for c in self.layers.values())
-            condition = max(condition_number(c.key_transform) for c in self.layers.values())
-            nbytes = sum(c.nbytes for c in self.layers.values())
-            lines.append(f"tensors     layers {_ranges(self.layers)}, {nbytes / 1e6:.1f} MB")
-            lines.append(f"soundness   max |A A^-1 - I| {worst:.1e}, condition number {condition:.3g}: sound")
-        else:
-            lines.append("tensors     none needed")
-        for key, value in sorted(config.calibration.items()):
-            lines.append(f"calibration {key}: {json.dumps(value)}")
-        return "\n".join(lines)
+        """Several lines for people: what the artifact is, its geometry, where it comes from, how sound its matrices are.
+
+        Returns:
+            `str`: What `oscar-hf inspect` prints.
+        """
+        return describe(self.source, self.config, self.layers)
 
 
 def _read_tensors(path: Path, config: OscarConfig) -> dict[int, LayerConstants]:
@@ -272,7 +290,7 @@ def _read_tensors(path: Path, config: OscarConfig) -> dict[int, LayerConstants]:
                 view = file.get_slice(name)
                 if view.get_dtype() != "F32":
                     raise ArtifactError(f"{path.name}: {name} is {view.get_dtype()}, allowed is float32")
-                _check_shape(f"{path.name}: {name}", parts[2], int(parts[1]), tuple(view.get_shape()), config)
+                check_shape(f"{path.name}: {name}", parts[2], int(parts[1]), tuple(view.get_shape()), config)
                 found.setdefault(int(parts[1]), {})[parts[2]] = file.get_tensor(name)
     except SafetensorError as error:
         raise ArtifactError(
@@ -288,84 +306,6 @@ def _read_tensors(path: Path, config: OscarConfig) -> dict[int, LayerConstants]:
             tensors.setdefault(f"{kind}_inverse", tensors[f"{kind}_transform"].mT)
         layers[layer] = LayerConstants(**tensors)
     return layers
-
-
-def _check_shape(where: str, name: str, layer: int, shape: tuple[int, ...], config: OscarConfig) -> None:
-    if 0 in shape:
-        raise ArtifactError(f"{where} has shape {list(shape)} and holds nothing: download or calibrate it again")
-    dim = config.per_layer("value_head_dim" if name.startswith("value") else "head_dim", layer)
-    heads = config.per_layer("num_key_value_heads", layer)
-    if name == "key_mean":
-        ok = len(shape) == 2 and shape[1] == (dim or shape[1]) and shape[0] == (heads or shape[0])
-        allowed = f"[{heads or 'KV heads'}, {dim or 'D'}]"
-    else:
-        ok = len(shape) in (2, 3) and shape[-1] == shape[-2] == (dim or shape[-1])
-        ok = ok and (len(shape) == 2 or shape[0] == (heads or shape[0]))
-        allowed = f"[{dim or 'D'}, {dim or 'D'}] or [{heads or 'KV heads'}, {dim or 'D'}, {dim or 'D'}]"
-    if not ok or max(shape) > 1 << 16:
-        raise ArtifactError(
-            f"{where} has shape {list(shape)}, allowed is {allowed}: the artifact does not fit its config"
-        )
-
-
-def _needs_no_data(config: OscarConfig) -> bool:
-    kinds = {config.key_transform, config.value_transform}
-    return kinds <= set(_DATA_FREE) and not config.center_keys and not config.key_rule.weighted
-
-
-def _check_layer(where: str, layer: int, constants: LayerConstants, config: OscarConfig) -> None:
-    for name, tensor in constants.tensors().items():
-        if tensor.dtype != torch.float32:
-            raise ArtifactError(f"{where}: {name} is {tensor.dtype}, allowed is torch.float32")
-        _check_shape(f"{where}: {name}", name, layer, tuple(tensor.shape), config)
-        if not torch.isfinite(tensor).all():
-            raise ArtifactError(
-                f"{where}: {name} holds NaN or infinite values, allowed are finite ones: calibrate it again"
-            )
-    _check_agreement(where, constants)
-    for kind in ("key", "value"):
-        transform, inverse = getattr(constants, f"{kind}_transform"), getattr(constants, f"{kind}_inverse")
-        if transform.shape != inverse.shape:
-            raise ArtifactError(
-                f"{where}: {kind}_inverse has shape {list(inverse.shape)}, allowed is {list(transform.shape)}"
-            )
-        error = inverse_error(transform, inverse)
-        if error > INVERSE_TOLERANCE:
-            what = (
-                "is not orthogonal"
-                if torch.equal(inverse, transform.mT)
-                else "and its inverse do not give the identity"
-            )
-            raise ArtifactError(
-                f"{where}: {kind}_transform {what} (max error {error:.2g}, allowed {INVERSE_TOLERANCE:g}): "
-                "download or calibrate it again"
-            )
-        condition = condition_number(transform)
-        if condition > MAX_CONDITION:
-            raise ArtifactError(
-                f"{where}: {kind}_transform is nearly singular (condition number {condition:.3g}, "
-                f"allowed {MAX_CONDITION:g}): calibrate it again"
-            )
-    if config.center_keys and constants.key_mean is None:
-        raise ArtifactError(f"{where}: center_keys is on but there is no key_mean: calibrate it again")
-    if config.key_rule.weighted and constants.key_metric is None:
-        raise ArtifactError(
-            f"{where}: key_scale {config.key_scale!r} needs key_metric, which is missing: calibrate it again"
-        )
-
-
-def _check_agreement(where: str, constants: LayerConstants) -> None:
-    """The tensors of a layer must be for the same head dims and KV heads, also where the config does not say which."""
-    heads = {}
-    for name, tensor in constants.tensors().items():
-        dim = constants.value_dim if name.startswith("value") else constants.key_dim
-        if tensor.shape[-1] != dim:
-            raise ArtifactError(f"{where}: {name} has shape {list(tensor.shape)}, but the transform has dim {dim}")
-        if name == "key_mean" or tensor.dim() == 3:
-            heads.setdefault(tensor.shape[0], name)
-    if len(heads) > 1:
-        (first, name), (second, other) = list(heads.items())[:2]
-        raise ArtifactError(f"{where}: {name} is for {first} KV heads, but {other} is for {second}: calibrate it again")
 
 
 def _replace_files(folder: Path, writers: dict, remove: tuple[str, ...]) -> None:
@@ -392,14 +332,3 @@ def _replace_files(folder: Path, writers: dict, remove: tuple[str, ...]) -> None
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
-
-
-def _ranges(numbers) -> str:
-    """0, 1, 2, 5 -> '0-2, 5'."""
-    numbers, parts = sorted(numbers), []
-    for number in numbers:
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

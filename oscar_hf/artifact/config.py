@@ -1,4 +1,4 @@
-"""OscarConfig: what an artifact is made of, a frozen dataclass <-> `oscar_config.json`, and the named recipes."""
+"""OscarConfig: what an artifact is made of, a frozen dataclass <-> `oscar_config.json`."""
 
 import dataclasses
 import json
@@ -6,54 +6,61 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..checks import is_whole_number
 from ..errors import ArtifactError
 from ..quantization.quantizer import ScaleRule
+from ..quantization.side import SideFormat
+from .recipes import DATA_FREE_TRANSFORMS, OVERRIDABLE, RECIPES, TRANSFORMS, VALUE_TARGETS, VALUE_TRANSFORMS
 
 FORMAT_VERSION = 1
-TRANSFORMS = ("oscar", "hadamard", "identity", "balanced")
-VALUE_TARGETS = ("score", "attention")
 # Fewer tokens than this and the covariance of a 256-dim head is mostly noise.
 MIN_CALIBRATION_TOKENS = 2048
 # Far above any model; bounds what a config from a stranger can make us allocate.
 MAX_LAYERS = 4096
 # Groups longer than this share one scale between too many channels; the paper's group for head dim 128.
 _LARGEST_DEFAULT_GROUP = 128
-
-RECIPES: dict[str, dict[str, Any]] = {
-    # The published method, arXiv 2605.17757.
-    "paper": dict(
-        key_transform="oscar", value_transform="oscar", center_keys=False, per_head=False,
-        key_scale="percentile(0.96)", value_scale="percentile(0.92)",
-    ),
-    # No calibration data at all: a Hadamard rotation and the paper's clipping.
-    "hadamard": dict(
-        key_transform="hadamard", value_transform="hadamard", center_keys=False, per_head=False,
-        key_scale="percentile(0.96)", value_scale="percentile(0.92)",
-    ),
-    # Beyond the paper at the same bits: the parts that lost least on the models measured.
-    "default": dict(
-        key_transform="balanced", value_transform="oscar", center_keys=True, per_head=True,
-        key_scale="weighted_search_both_ends", value_scale="percentile(0.92)",
-    ),
-}  # fmt: skip
-
-# Fields that only change how rows are stored, so that a user may override them on a finished artifact.
-OVERRIDABLE = (
-    "sink_tokens", "recent_tokens", "group_size", "key_scale", "value_scale", "key_symmetric", "value_symmetric",
-)  # fmt: skip
+# No count of a config is larger.
+_LARGEST = 1 << 24
 
 
 @dataclass(frozen=True)
 class OscarConfig:
     """Everything about an artifact but its tensors. Invalid values raise ArtifactError with the allowed ones.
 
-    key_transform, value_transform: oscar | hadamard | identity | balanced (keys only). per_head: one transform per KV
-    head instead of per layer. value_target: what the value covariance is weighted by, `score` (the mean squared
-    attention score of a token, as in the published files) or `attention` (the paper's formula). key_scale, value_scale:
-    see `ScaleRule`. *_symmetric: store a scale but no min. group_size: channels per scale; None means the head dim,
-    halved until it is at most 128. num_key_value_heads, head_dim, value_head_dim: int, or a list with one entry per
-    layer where layers differ. cache_fields: what transformers needs to build the layers that are not ours.
-    calibration: provenance (text, tokens, seed, date, versions, evaluation).
+    Attributes:
+        recipe (`str`): Name of the recipe that the parts are from.
+        key_transform (`str`): `"oscar"`, `"hadamard"`, `"identity"` or `"balanced"`.
+        value_transform (`str`): The same but for `"balanced"`.
+        per_head (`bool`): One transform per KV head in place of one per layer.
+        value_target (`str`): What the value covariance is weighted by: `"score"`, the mean squared attention score of a
+            token, as in the published files, or `"attention"`, the paper's formula.
+        center_keys (`bool`): Take the mean off keys before they are quantized.
+        key_scale (`str`): How the scales of keys are chosen, see `ScaleRule`.
+        value_scale (`str`): How those of values are chosen.
+        key_symmetric (`bool`): Store a scale of keys but no minimum.
+        value_symmetric (`bool`): The same of values.
+        sink_tokens (`int`): First tokens that stay exact.
+        recent_tokens (`int`): Last tokens that stay exact.
+        group_size (`int`, *optional*): Channels per scale; None means the head dim, halved until it is at most 128.
+        base_model (`str`, *optional*): The model that the artifact is for, by name.
+        base_model_revision (`str`, *optional*): Its commit.
+        model_type (`str`, *optional*): Its family, as transformers names it.
+        num_hidden_layers (`int`, *optional*): Its cache layers.
+        layer_types (`list[str]`, *optional*): Their kinds; `"full_attention"` marks those that have constants.
+        num_key_value_heads (`int` or `list[int]`, *optional*): KV heads; a list has one entry per layer.
+        head_dim (`int` or `list[int]`, *optional*): Head dim of keys.
+        value_head_dim (`int` or `list[int]`, *optional*): Head dim of values; None means that of keys.
+        cache_fields (`dict`): What transformers needs to build the layers that are not ours.
+        calibration (`dict`): Where the artifact comes from: text, tokens, seed, date, versions, evaluation.
+        format_version (`int`): Version of the file format.
+
+    Example:
+
+    ```python
+    from oscar_hf import OscarConfig
+
+    OscarConfig.from_recipe("default", per_head=False, recent_tokens=128)
+    ```
     """
 
     recipe: str = "default"
@@ -82,34 +89,33 @@ class OscarConfig:
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def from_recipe(cls, recipe: str, **overrides) -> "OscarConfig":
-        """The config of a named recipe, with any field replaced."""
+    def from_recipe(cls, recipe: str, **fields: Any) -> "OscarConfig":
+        """The config of a named recipe, with any other field of the class replaced."""
         if not isinstance(recipe, str) or recipe not in RECIPES:
             raise ArtifactError(f"unknown recipe {recipe!r}: use one of {', '.join(RECIPES)}")
-        return cls(**{"recipe": recipe, **RECIPES[recipe], **overrides})
+        return cls(**{"recipe": recipe, **RECIPES[recipe], **fields})
 
     def __post_init__(self):
         self._check_choice("key_transform", TRANSFORMS)
-        self._check_choice("value_transform", tuple(t for t in TRANSFORMS if t != "balanced"))
+        self._check_choice("value_transform", VALUE_TRANSFORMS)
         self._check_choice("value_target", VALUE_TARGETS)
         for name in ("per_head", "center_keys", "key_symmetric", "value_symmetric"):
             self._check(name, isinstance(getattr(self, name), bool), "true or false")
-        version_is_known = _is_int(self.format_version, 1) and self.format_version == FORMAT_VERSION
-        self._check("format_version", version_is_known, f"{FORMAT_VERSION}; update oscar_hf")
+        self._check("format_version", _is_known_version(self.format_version), f"{FORMAT_VERSION}; update oscar_hf")
         self._check("recipe", isinstance(self.recipe, str) and self.recipe != "", "a name")
         for name in ("base_model", "base_model_revision", "model_type"):
             self._check(name, isinstance(getattr(self, name), (str, type(None))), "null or a string")
-        self._check("sink_tokens", _is_int(self.sink_tokens, 0), "an integer >= 0")
-        self._check("recent_tokens", _is_int(self.recent_tokens, 1), "an integer >= 1 (the token being decoded)")
-        self._check("group_size", self.group_size is None or _is_int(self.group_size, 1), "null or an integer >= 1")
+        self._check("sink_tokens", _is_count(self.sink_tokens, 0), "an integer >= 0")
+        self._check("recent_tokens", _is_count(self.recent_tokens, 1), "an integer >= 1 (the token being decoded)")
+        self._check("group_size", self.group_size is None or _is_count(self.group_size, 1), "null or an integer >= 1")
         layers = self.num_hidden_layers
-        ok = layers is None or (_is_int(layers, 1) and layers <= MAX_LAYERS)
+        ok = layers is None or is_whole_number(layers, 1, MAX_LAYERS)
         self._check("num_hidden_layers", ok, f"null or an integer from 1 to {MAX_LAYERS}")
         for name in ("num_key_value_heads", "head_dim", "value_head_dim"):
             value = getattr(self, name)
             # A layer that is not full attention has none: 0.
-            listed = isinstance(value, list) and len(value) > 0 and all(_is_int(v, 0) for v in value)
-            ok = value is None or _is_int(value, 1) or listed
+            listed = isinstance(value, list) and len(value) > 0 and all(_is_count(v, 0) for v in value)
+            ok = value is None or _is_count(value, 1) or listed
             self._check(name, ok, "null, an integer >= 1, or a list of one integer per layer")
         for name in ("cache_fields", "calibration"):
             self._check(name, isinstance(getattr(self, name), dict), "an object")
@@ -153,10 +159,26 @@ class OscarConfig:
         return ScaleRule.parse(self.value_scale)
 
     @property
+    def needs_calibration(self) -> bool:
+        """Whether an artifact of this config needs tensors made from a model's statistics."""
+        transforms = {self.key_transform, self.value_transform}
+        return not transforms <= set(DATA_FREE_TRANSFORMS) or self.center_keys or self.key_rule.weighted
+
+    @property
     def longest_calibrated(self) -> int | None:
         """Tokens of the longest sequence that the constants were made from, None where that is not recorded."""
         context = self.calibration.get("context")
-        return context if _is_int(context, 1) else None
+        return context if _is_count(context, 1) else None
+
+    def side_format(self, kind: str, dim: int) -> SideFormat:
+        """How keys (kind "key") or values ("value") of a head dim are stored."""
+        return SideFormat(
+            dim,
+            self.group_size_for(dim),
+            getattr(self, f"{kind}_symmetric"),
+            ScaleRule.parse(getattr(self, f"{kind}_scale")),
+            getattr(self, f"{kind}_transform") == "identity",
+        )
 
     def group_size_for(self, head_dim: int) -> int:
         """Group size in use for a head dim: group_size, or by default the head dim halved until it is at most 128."""
@@ -180,6 +202,12 @@ class OscarConfig:
         if isinstance(value, list):
             return value[layer] if layer < len(value) else None
         return value
+
+    def expected_layers(self) -> list[int]:
+        """Layers that must have constants: every full-attention layer of the base model, as far as it is known."""
+        if self.layer_types is not None:
+            return [i for i, kind in enumerate(self.layer_types) if kind == "full_attention"]
+        return list(range(self.num_hidden_layers or 0))
 
     def override(self, **overrides) -> "OscarConfig":
         """A copy with storage fields replaced; refuses fields that the tensors of the artifact were made for."""
@@ -214,7 +242,7 @@ class OscarConfig:
         if not isinstance(data, dict):
             raise ArtifactError(f"oscar_config.json must hold a JSON object, got {type(data).__name__}")
         version = data.get("format_version")
-        if version != FORMAT_VERSION or isinstance(version, bool):
+        if not _is_known_version(version):
             raise ArtifactError(
                 f"format_version: got {version!r}, this oscar_hf reads {FORMAT_VERSION}: "
                 "update oscar_hf or the artifact"
@@ -226,5 +254,9 @@ class OscarConfig:
         return cls(**data)
 
 
-def _is_int(value, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= 1 << 24
+def _is_count(value: object, minimum: int) -> bool:
+    return is_whole_number(value, minimum, _LARGEST)
+
+
+def _is_known_version(version: object) -> bool:
+    return is_whole_number(version, FORMAT_VERSION, FORMAT_VERSION)

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 from pathlib import Path, PureWindowsPath
+from typing import TypedDict
 
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -14,17 +15,42 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from typing_extensions import Unpack
 
 from ..errors import ArtifactError
 
 
-def resolve(name_or_path, *, revision, subfolder, token, cache_dir, local_files_only, choices: list[list[str]]) -> Path:
+class HubOptions(TypedDict, total=False):
+    """Where an artifact is and how the Hub is asked for it, as keyword arguments of what loads one.
+
+    All but subfolder are huggingface_hub's own and matter for the Hub only.
+    """
+
+    subfolder: str | None
+    """Folder inside the folder or repository."""
+    revision: str | None
+    """Branch, tag or commit."""
+    token: str | bool | None
+    """Access token; None for the one that huggingface_hub has stored."""
+    cache_dir: str | os.PathLike | None
+    """Where downloads are kept; None for the Hub cache."""
+    local_files_only: bool
+    """Take what was downloaded before, without asking the Hub."""
+
+
+def resolve(name_or_path: str | os.PathLike, choices: list[list[str]], **hub_options: Unpack[HubOptions]) -> Path:
     """Local folder that holds the files of the artifact, downloading them (with progress bars) if need be.
 
     choices: lists of file names; the first list whose first file exists in the repository is downloaded whole, all its
     files from one commit.
     """
-    subfolder = _plain_subfolder(subfolder)
+    for option in hub_options:
+        if option not in HubOptions.__annotations__:
+            raise TypeError(
+                f"unexpected keyword argument {option!r}: allowed are {', '.join(HubOptions.__annotations__)}"
+            )
+    local_files_only = hub_options.pop("local_files_only", False)
+    subfolder = _plain_subfolder(hub_options.pop("subfolder", None))
     if not isinstance(name_or_path, (str, os.PathLike)) or not str(name_or_path).strip():
         given = repr(name_or_path) if isinstance(name_or_path, str) else f"a {type(name_or_path).__name__}"
         raise ArtifactError(
@@ -42,7 +68,7 @@ def resolve(name_or_path, *, revision, subfolder, token, cache_dir, local_files_
             f"{name!r} is not a folder: give the folder of an artifact, or a Hub repository id 'owner/name' "
             "(a folder inside it goes into subfolder)"
         )
-    options = dict(repo_id=name, revision=revision, subfolder=subfolder, token=token, cache_dir=cache_dir)
+    options = dict(repo_id=name, revision=None, subfolder=subfolder, token=None, cache_dir=None) | hub_options
     offline, unreachable = local_files_only, None
     for files in choices:
         try:
@@ -140,10 +166,3 @@ def _explain(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, HFValidationError):
         return f"{name!r} is neither a folder nor a Hub repository id 'owner/name': {reason}"
     return f"{name!r} could not be read from the Hub: {reason}"
-
-
-def check_size(path: Path, limit: int) -> None:
-    """Refuse a file that is larger than any sound artifact before it is read."""
-    size = path.stat().st_size
-    if size > limit:
-        raise ArtifactError(f"{path.name} has {size} bytes, allowed are {limit}: this is not an artifact of oscar_hf")

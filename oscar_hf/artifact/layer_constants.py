@@ -86,6 +86,17 @@ class LayerConstants:
         vars(constants)["flat"] = (flat, kinds)
         return constants
 
+    def of_side(self, kind: str, is_identity: bool) -> dict[str, Tensor | None]:
+        """transform, inverse, mean and metric of keys (kind "key") or values ("value"), as `quantization.side.Side` takes them;
+        a transform that is the identity is left out."""
+        is_key = kind == "key"
+        return {
+            "transform": None if is_identity else getattr(self, f"{kind}_transform"),
+            "inverse": None if is_identity else getattr(self, f"{kind}_inverse"),
+            "mean": self.key_mean if is_key else None,
+            "metric": self.key_metric if is_key else None,
+        }
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, what they share counted once."""

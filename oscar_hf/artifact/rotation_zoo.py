@@ -13,8 +13,8 @@ import torch
 
 from ..errors import ArtifactError
 from .config import MAX_LAYERS, OscarConfig
-from .hub import check_size
 from .layer_constants import LayerConstants
+from .validate import check_size
 
 FILE_PAIRS = [
     ["k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"],
