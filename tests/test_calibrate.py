@@ -10,9 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oscar_hf import Artifact, ArtifactError, OscarCache, OscarConfig, UnsupportedModelError, calibrate
-from oscar_hf.calibration.calibrate import default_text, layer_constants, token_sequences
-from oscar_hf.calibration.evaluate import evaluate
+from oscar_hf.calibration.calibrate import layer_constants
+from oscar_hf.calibration.evaluate import StreamingLayer, evaluate
 from oscar_hf.calibration.moments import LayerMoments, gather
+from oscar_hf.calibration.text import default_text, token_sequences
 from oscar_hf.cli.main import main
 
 WORDS = [f"w{i}" for i in range(90)]
@@ -230,6 +231,24 @@ def test_evaluation_is_token_by_token_decoding():
         evaluate(model, artifact, [ids], first_position=79)
 
 
+def test_bits_count_keys_and_values_by_their_own_dims():
+    model = tiny_model("llama", num_hidden_layers=2)
+    layer = StreamingLayer(Artifact.data_free(), OscarConfig.from_recipe("hadamard", value_symmetric=True), 0, "kv")
+    layer.update(torch.zeros(1, 2, 3, 256), torch.zeros(1, 2, 3, 64))
+    # Keys: two groups of 128 with scale and minimum; values: one group with a scale.
+    assert layer.bits == 2 + (2 * 32 + 16) / (256 + 64)
+    assert (
+        evaluate(model, Artifact.data_free(), [torch.randint(2, 90, (1, 40))], key_symmetric=True).bits == 2 + 24 / 16
+    )
+
+
+def test_a_gguf_file_that_nobody_named_is_hinted_at(tmp_path, capsys):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for command in (["calibrate", str(tmp_path), "-o", str(tmp_path / "a")], ["plan", str(tmp_path)]):
+        assert main(command) == 2
+        assert "; name its GGUF file with --gguf-file" in capsys.readouterr().err
+
+
 def test_command_line(tmp_path, capsys):
     model, words = tmp_path / "model", tmp_path / "text.txt"
     tiny_model("llama", num_hidden_layers=2).save_pretrained(model)
@@ -245,7 +264,7 @@ def test_command_line(tmp_path, capsys):
     arguments = ["eval", *common, "--artifact", str(tmp_path / "a"), "--sequences", "4", "--json", str(report)]
     assert main(arguments) == 0
     assert json.loads(report.read_text())[str(tmp_path / "a")]["positions"] == 4 * 255
-    capsys.readouterr()
+    assert "perplexity   float32\n" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
     assert "not a folder" in capsys.readouterr().err
     assert main(["calibrate", str(tmp_path / "no-model"), "-o", str(tmp_path / "b"), "--device", "cpu"]) == 2

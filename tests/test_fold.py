@@ -45,7 +45,7 @@ def test_folding_changes_nothing_but_rounding(family, fields, per_head):
         got, folded_cache = logits(folded.artifact)
         assert folded_cache.layers[0].config.value_transform == "identity"
         torch.testing.assert_close(got, plain, atol=2e-3, rtol=2e-3)
-        codes = [c.layers[0].value_rows.read(0, 40)[0] for c in (cache, folded_cache)]
+        codes = [c.layers[0].store.values.rows.read(0, 40)[0] for c in (cache, folded_cache)]
         # Rounding of the folded weights may tip a near-tie, no more.
         assert (codes[0] != codes[1]).double().mean() < 0.01
     for name, tensor in model.state_dict().items():

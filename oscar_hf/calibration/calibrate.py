@@ -4,78 +4,25 @@ import dataclasses
 import datetime
 import platform
 import warnings
-from importlib import metadata, resources
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .. import __version__
 from ..artifact.artifact import Artifact
 from ..artifact.config import MIN_CALIBRATION_TOKENS, OscarConfig
 from ..artifact.layer_constants import LayerConstants
+from ..defaults import CALIBRATION_TOKENS, LONGEST_CONTEXT
 from ..errors import ArtifactError
 from ..quantization.rotation import balanced_transform, hadamard, spectral_rotation
 from ..transformers_compat import model_config as compat
 from .moments import LayerMoments, gather
-
-DEFAULT_TOKENS = 32768
-# Keys drift with the position (RoPE's slow channels), so constants hold for the positions that they were made from.
-LONGEST_CONTEXT = 32768
-DEFAULT_TEXTS = ("calibration_prose.txt", "calibration_code.txt")
-
-
-def default_text() -> tuple[str, str]:
-    """The calibration text inside the package and its description; see oscar_hf/data/README.md for where it is from."""
-    folder = resources.files("oscar_hf") / "data"
-    parts = [(folder / name).read_text(encoding="utf-8") for name in DEFAULT_TEXTS if (folder / name).is_file()]
-    return "\n\n".join(parts), "default text of oscar_hf (Austen, Emma, opening; Python source)"
-
-
-def read_texts(files: list[str]) -> tuple[str, str]:
-    """Text of several UTF-8 files, and their names as a description."""
-    parts = []
-    for name in files:
-        try:
-            parts.append(Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ArtifactError(f"cannot read the text file {name!r} ({error}): give UTF-8 text files") from None
-    return "\n\n".join(parts), ", ".join(Path(name).name for name in files)
-
-
-def token_sequences(
-    tokenizer, text: str, tokens: int, context: int, seed: int, minimum: int = MIN_CALIBRATION_TOKENS
-) -> list[Tensor]:
-    """About `tokens` tokens of a text as sequences [1, context], spread over it and shifted by the seed.
-
-    What is left of `tokens` is a shorter sequence at the end, if it is at least an eighth of `context`. Each begins with the
-    tokenizer's BOS token if it uses one. Raises ArtifactError if they are fewer than `minimum`.
-    """
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    bos = tokenizer.bos_token_id
-    if bos is not None and tokenizer("a")["input_ids"][:1] != [bos]:
-        bos = None
-    if not context >= 1:
-        raise ArtifactError(f"context: got {context}, allowed is at least 1 token")
-    if min(tokens, len(ids)) < minimum:
-        raise ArtifactError(
-            f"at least {minimum} tokens are needed: asked for {tokens}, the text has {len(ids)}; "
-            "give more text (--text) or more --tokens"
-        )
-    tokens = min(tokens, len(ids))
-    context = min(context, tokens)
-    lengths = [context] * (tokens // context)
-    if tokens % context >= context / 8:
-        lengths.append(tokens % context)
-    # What the text has more than is asked for lies between the sequences.
-    gap = (len(ids) - sum(lengths)) // len(lengths)
-    begin = int(torch.randint(0, gap + 1, (1,), generator=torch.Generator().manual_seed(seed)))
-    sequences = []
-    for length in lengths:
-        piece = ids[begin : begin + length]
-        sequences.append(torch.tensor([[bos] + piece[:-1] if bos is not None else piece]))
-        begin += length + gap
-    return sequences
+from .text import default_text, token_sequences
 
 
 def layer_constants(moments: LayerMoments, config: OscarConfig) -> LayerConstants:
@@ -86,7 +33,7 @@ def layer_constants(moments: LayerMoments, config: OscarConfig) -> LayerConstant
 
     late_queries = pool(moments.late_query_covariance)
     if config.key_transform == "balanced":
-        # An uncentred second moment is what sets the step when keys are not centred.
+        # An uncentered second moment is what sets the step when keys are not centered.
         spread = moments.key_covariance
         if not config.center_keys:
             spread = spread + moments.key_mean[:, :, None] * moments.key_mean[:, None, :]
@@ -155,29 +102,90 @@ def artifact_from_moments(model, moments: dict[int, LayerMoments], config: Oscar
 
 
 def calibrate(
-    model,
-    tokenizer,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     text: str | None = None,
     *,
     recipe: str = "default",
-    tokens: int = DEFAULT_TOKENS,
+    tokens: int = CALIBRATION_TOKENS,
     context: int | None = None,
     seed: int = 0,
     text_source: str | None = None,
     progress: bool = True,
-    **overrides,
+    key_transform: str | None = None,
+    value_transform: str | None = None,
+    per_head: bool | None = None,
+    value_target: str | None = None,
+    center_keys: bool | None = None,
+    key_scale: str | None = None,
+    value_scale: str | None = None,
+    key_symmetric: bool | None = None,
+    value_symmetric: bool | None = None,
+    sink_tokens: int | None = None,
+    recent_tokens: int | None = None,
+    group_size: int | None = None,
+    base_model: str | None = None,
 ) -> Artifact:
-    """Calibrate an artifact for a causal language model of transformers.
+    """Calibrate an artifact for a causal language model: run it over text, and make transforms from its attention.
 
-    text None takes the text inside the package. tokens, context: how much of it and in what lengths; context None takes
-    sequences as long as the model, the text and the memory allow, up to 32,768 tokens, for constants hold for the positions
-    that they were made from. overrides: any field of OscarConfig, for example per_head=False or value_target="attention".
-    The model runs where it is; statistics are float64 and bounded by one layer of one sequence. Save the result with
-    `Artifact.save`.
-    Raises ArtifactError, UnsupportedModelError.
+    The model runs where it is, on CPU or GPU. Statistics are float64 and bounded by one layer of one sequence, so memory
+    is that of a forward pass. The keyword arguments from `key_transform` on replace parts of the recipe; None leaves
+    what the recipe says. See `OscarConfig` for what they mean.
+
+    Args:
+        model (`PreTrainedModel`): A model loaded by transformers, under sdpa or eager attention.
+        tokenizer (`PreTrainedTokenizerBase`): The model's tokenizer.
+        text (`str`, *optional*): Text like that of the use to come. Defaults to the text inside the package.
+        recipe (`str`, defaults to `"default"`): `"default"`, `"paper"` or `"hadamard"`.
+        tokens (`int`, defaults to 32768): How much of the text, at least 2048 tokens.
+        context (`int`, *optional*): Tokens per sequence. Defaults to as many as the model, the text and the memory allow,
+            at most 32768: constants hold for the positions that they were made from.
+        seed (`int`, defaults to 0): Shifts the sequences within the text.
+        text_source (`str`, *optional*): What the artifact says its text was.
+        progress (`bool`, defaults to `True`): Show a progress bar.
+        key_transform (`str`, *optional*): `"oscar"`, `"hadamard"`, `"identity"` or `"balanced"`.
+        value_transform (`str`, *optional*): `"oscar"`, `"hadamard"` or `"identity"`.
+        per_head (`bool`, *optional*): One transform per KV head in place of one per layer.
+        value_target (`str`, *optional*): What values are weighted by, `"score"` or `"attention"`.
+        center_keys (`bool`, *optional*): Take the mean off keys before they are quantized.
+        key_scale (`str`, *optional*): How the scales of keys are chosen, see `ScaleRule`.
+        value_scale (`str`, *optional*): How those of values are chosen.
+        key_symmetric (`bool`, *optional*): Store a scale of keys but no minimum.
+        value_symmetric (`bool`, *optional*): The same of values.
+        sink_tokens (`int`, *optional*): First tokens that stay exact; they are left out of the statistics, too.
+        recent_tokens (`int`, *optional*): Last tokens that stay exact.
+        group_size (`int`, *optional*): Channels per scale. Defaults to the head dim, halved until it is at most 128.
+        base_model (`str`, *optional*): Name to record. Defaults to the model's Hub id or the name of its folder.
+
+    Returns:
+        `Artifact`: Checked and in memory; write it with `Artifact.save`.
+
+    Raises:
+        `ArtifactError`: If an argument is not allowed or the text is too short.
+        `UnsupportedModelError`: If the model has no full attention, hides its queries, or caches something else than
+            keys and values.
+
+    Example:
+
+    ```python
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from oscar_hf import calibrate
+
+    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
+    calibrate(model, tokenizer, tokens=4096).save("my-artifact")
+    ```
     """
-    config = OscarConfig.from_recipe(recipe, **overrides)
-    fixed, context = context, compat.longest_context(model.config, LONGEST_CONTEXT) if context is None else context
+    parts = dict(
+        key_transform=key_transform, value_transform=value_transform, per_head=per_head, value_target=value_target,
+        center_keys=center_keys, key_scale=key_scale, value_scale=value_scale, key_symmetric=key_symmetric,
+        value_symmetric=value_symmetric, sink_tokens=sink_tokens, recent_tokens=recent_tokens, group_size=group_size,
+        base_model=base_model,
+    )  # fmt: skip
+    config = OscarConfig.from_recipe(recipe, **{name: part for name, part in parts.items() if part is not None})
+    may_shorten = context is None
+    if may_shorten:
+        context = compat.longest_context(model.config, LONGEST_CONTEXT)
     # Statistics of what gets packed come from tokens after the sink.
     if context < 2 * config.sink_tokens + 1:
         raise ArtifactError(
@@ -185,40 +193,60 @@ def calibrate(
         )
     if text is None:
         text, text_source = default_text()
-    scored = config.value_transform == "oscar" and config.value_target == "score"
-    while True:
-        sequences = token_sequences(tokenizer, text, tokens, context, seed)
-        try:
-            with tqdm(total=len(sequences) * (1 + scored), desc="calibrating", unit="seq", disable=not progress) as bar:
-                moments = gather(model, sequences, config.sink_tokens, scored, lambda: bar.update(1))
-            break
-        except (torch.OutOfMemoryError, MemoryError):
-            longest = sequences[0].shape[1]
-            if fixed is not None or longest < 2 * MIN_CALIBRATION_TOKENS:
-                raise
-        # Outside of the handler, whose traceback would keep the tensors of the failed attempt alive.
-        context = longest // 2
-        warnings.warn(
-            f"oscar_hf: sequences of {longest} tokens do not fit the memory, calibrating on {context}", stacklevel=2
-        )
-    artifact = artifact_from_moments(model, moments, config)
-    artifact.config.calibration.update(
-        text=text_source or "given text",
-        tokens=sum(s.shape[1] for s in sequences),
-        context=sequences[0].shape[1],
-        seed=seed,
-        date=datetime.date.today().isoformat(),
-        versions=_versions(),
+    moments, sequences = _gather_what_fits(
+        model,
+        config,
+        context,
+        lambda length: token_sequences(tokenizer, text, tokens, length, seed),
+        may_shorten,
+        progress,
+    )
+    artifact = artifact_from_moments(model, moments, config).with_provenance(
+        {
+            "text": text_source or "given text",
+            "tokens": sum(sequence.shape[1] for sequence in sequences),
+            "context": sequences[0].shape[1],
+            "seed": seed,
+            "date": datetime.date.today().isoformat(),
+            "versions": _versions(),
+        }
     )
     artifact.validate()
     return artifact
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "oscar-hf"):
+def _gather_what_fits(
+    model: PreTrainedModel,
+    config: OscarConfig,
+    context: int,
+    sequences_of: Callable[[int], list[Tensor]],
+    may_shorten: bool,
+    progress: bool,
+) -> tuple[dict[int, LayerMoments], list[Tensor]]:
+    """Moments of a model and the sequences that they are from: of `context` tokens, or if allowed of a half, a quarter, ...
+    where those do not fit the memory."""
+    scored = config.value_transform == "oscar" and config.value_target == "score"
+    while True:
+        sequences = sequences_of(context)
         try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+            with tqdm(total=len(sequences) * (1 + scored), desc="calibrating", unit="seq", disable=not progress) as bar:
+                return gather(model, sequences, config.sink_tokens, scored, lambda: bar.update(1)), sequences
+        except (torch.OutOfMemoryError, MemoryError):
+            longest = sequences[0].shape[1]
+            if not may_shorten or longest < 2 * MIN_CALIBRATION_TOKENS:
+                raise
+        # Outside of the handler, whose traceback would keep the tensors of the failed attempt alive.
+        context = longest // 2
+        warnings.warn(
+            f"oscar_hf: sequences of {longest} tokens do not fit the memory, calibrating on {context}", stacklevel=3
+        )
+
+
+def _versions() -> dict[str, str]:
+    """Versions of what made an artifact."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "oscar-hf": __version__,
+    }

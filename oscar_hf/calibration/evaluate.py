@@ -1,16 +1,17 @@
-"""Quality of an artifact on a model: KL divergence from the BF16 cache, next-token agreement, perplexity.
+"""Quality of an artifact on a model: KL divergence from the exact cache, next-token agreement, perplexity.
 
 One forward pass computes exactly what decoding token by token through an OscarCache would: query i sees key j as the model
 made it when j < sink or i - j < recent, else as packing and unpacking leaves it. Errors compound through the layers as they
 do in decoding.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..artifact.artifact import Artifact
@@ -19,8 +20,9 @@ from ..attention.views import DenseView
 from ..errors import ArtifactError, UnsupportedModelError
 from ..kernels.append import append_rows
 from ..kernels.dequantize import dequantize_rows
-from ..quantization.packed_rows import PackedRows
+from ..quantization.side import Side, SideFormat
 from ..transformers_compat import model_config as compat
+from ..transformers_compat.versions import CACHE_ARGUMENT, logit_scaling, without_head
 
 _QUERY_BLOCK = 256
 _LOGIT_ELEMENTS = 1 << 25
@@ -28,8 +30,24 @@ _LOGIT_ELEMENTS = 1 << 25
 
 @dataclass
 class Quality:
-    """Means over the judged positions. kl: KL(reference || quantized) of the next-token distributions in nats;
-    agreement: share of equal argmax; perplexity and reference_perplexity of the text; bits: bits per history element."""
+    """What `evaluate` found: means over the judged positions, against the model with an exact cache.
+
+    Attributes:
+        kl (`float`): KL divergence of the next-token distributions from the exact ones, in nats.
+        agreement (`float`): Share of positions at which the likeliest next token is the same.
+        perplexity (`float`): Perplexity of the text with what is packed.
+        reference_perplexity (`float`): Perplexity of the text with the exact cache, in the model's dtype.
+        bits (`float`): Bits per packed element, scales and minima included.
+        positions (`int`): Positions judged.
+        kl_by_sequence (`list[float]`): The mean divergence of each sequence.
+
+    Example:
+
+    ```python
+    quality = evaluate(model, artifact, sequences)
+    print(f"{quality.kl:.4f} nats, {quality.agreement:.0%} equal tokens at {quality.bits:.2f} bits")
+    ```
+    """
 
     kl: float
     agreement: float
@@ -66,34 +84,29 @@ class StreamingLayer(DynamicLayer):
         self.used = False
 
     def update(self, key_states, value_states, *args, **kwargs):
-        self.dim = key_states.shape[3]
         self.constants = self.artifact.constants_for(self.layer_idx, key_states, value_states)
         view = _StreamingView(self, key_states, value_states)
         return OscarKV(view, "k", key_states.shape), OscarKV(view, "v", value_states.shape)
 
+    def _format(self, kind: str) -> SideFormat:
+        constants = self.constants
+        return self.config.side_format(*(("key", constants.key_dim) if kind == "k" else ("value", constants.value_dim)))
+
     @property
     def bits(self) -> float:
         """Bits per history element, scale and min included, keys and values together."""
-        config = self.config
-        key, value = (
-            (16 if s else 32) / config.group_size_for(self.dim) for s in (config.key_symmetric, config.value_symmetric)
-        )
-        return 2 + (key + value) / 2
+        forms = [self._format(kind) for kind in "kv"]
+        return sum(form.bits * form.dim for form in forms) / sum(form.dim for form in forms)
 
     def round_trip(self, x: Tensor, kind: str) -> Tensor:
         """Keys ("k") or values ("v") [B, H, T, D] after packing and unpacking."""
         if kind not in self.side:
             return x
-        config, constants, dim = self.config, self.constants, x.shape[3]
-        rows = PackedRows(
-            *x.shape[:2], dim, config.group_size_for(dim),
-            config.key_symmetric if kind == "k" else config.value_symmetric, x.device, x.shape[2],
-        )  # fmt: skip
-        if kind == "k":
-            append_rows(rows, 0, x, constants.key_transform, constants.key_mean, config.key_rule, constants.key_metric)
-            return dequantize_rows(rows, 0, x.shape[2], constants.key_inverse, constants.key_mean, x.dtype)
-        append_rows(rows, 0, x, constants.value_transform, None, config.value_rule, None)
-        return dequantize_rows(rows, 0, x.shape[2], constants.value_inverse, None, x.dtype)
+        form, tokens = self._format(kind), x.shape[2]
+        rows = form.new_rows(*x.shape[:2], x.device, tokens)
+        side = Side(form, rows, **self.constants.of_side("key" if kind == "k" else "value", form.is_identity))
+        append_rows(side, 0, x)
+        return dequantize_rows(side, 0, tokens, x.dtype)
 
 
 def streaming_attention(layer: StreamingLayer, query: Tensor, keys: Tensor, values: Tensor, scale) -> Tensor:
@@ -130,12 +143,12 @@ def streaming_attention(layer: StreamingLayer, query: Tensor, keys: Tensor, valu
 
 
 def _hidden_states(model, ids: Tensor, cache: Cache) -> Tensor:
-    body = compat.without_head(model)
-    return body(input_ids=ids, use_cache=True, **{compat.CACHE_ARGUMENT: cache}).last_hidden_state[0]
+    body = without_head(model)
+    return body(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache}).last_hidden_state[0]
 
 
 def _log_probabilities(model, hidden: Tensor) -> Tensor:
-    factor, softcap = compat.logit_scaling(compat.text_config(model.config))
+    factor, softcap = logit_scaling(compat.text_config(model.config))
     logits = factor * model.get_output_embeddings()(hidden).float()
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
@@ -144,21 +157,66 @@ def _log_probabilities(model, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    model,
+    model: PreTrainedModel,
     artifact: Artifact,
     sequences: list[Tensor],
     first_position: int | None = None,
     side: str = "kv",
-    progress=lambda: None,
-    **overrides,
+    progress: Callable[[], object] = lambda: None,
+    *,
+    sink_tokens: int | None = None,
+    recent_tokens: int | None = None,
+    group_size: int | None = None,
+    key_scale: str | None = None,
+    value_scale: str | None = None,
+    key_symmetric: bool | None = None,
+    value_symmetric: bool | None = None,
 ) -> Quality:
-    """Quality of an artifact over token sequences [1, T], judged at positions first_position (default T / 2) .. T - 2.
+    """Measure what packing with an artifact costs a model on a text, as decoding token by token would.
 
-    side: "kv", or "k" or "v" to quantize keys or values alone. overrides: storage fields of OscarConfig.
+    The model is compared with itself and an exact cache, in its own dtype. The keyword arguments from `sink_tokens` on
+    change how rows are stored; None leaves what the artifact says.
+
+    Args:
+        model (`PreTrainedModel`): The artifact's model, under sdpa attention.
+        artifact (`Artifact`): What is judged.
+        sequences (`list[Tensor]`): Token ids [1, T] of text that was not used to calibrate.
+        first_position (`int`, *optional*): First position that is judged, up to T - 2. Defaults to T / 2.
+        side (`str`, defaults to `"kv"`): What is packed: `"kv"`, or `"k"` or `"v"` for keys or values alone.
+        progress (`Callable`, *optional*): Called after each sequence.
+        sink_tokens (`int`, *optional*): First tokens that stay exact.
+        recent_tokens (`int`, *optional*): Last tokens that stay exact.
+        group_size (`int`, *optional*): Channels per scale.
+        key_scale (`str`, *optional*): How the scales of keys are chosen, see `ScaleRule`.
+        value_scale (`str`, *optional*): How those of values are chosen.
+        key_symmetric (`bool`, *optional*): Store a scale of keys but no minimum.
+        value_symmetric (`bool`, *optional*): The same of values.
+
+    Returns:
+        `Quality`: Divergence, agreement, perplexities and bits.
+
+    Raises:
+        `ArtifactError`: If an argument is not allowed or the artifact does not fit the model.
+        `UnsupportedModelError`: If a layer does not attend through the cache.
+
+    Example:
+
+    ```python
+    from oscar_hf import Artifact, evaluate
+
+    ids = tokenizer(open("book.txt").read(), return_tensors="pt")["input_ids"]
+    quality = evaluate(model, Artifact.load("my-artifact"), [ids[:, :4096]])
+    print(quality.kl, quality.agreement)
+    ```
     """
+    storage = dict(
+        sink_tokens=sink_tokens, recent_tokens=recent_tokens, group_size=group_size, key_scale=key_scale,
+        value_scale=value_scale, key_symmetric=key_symmetric, value_symmetric=value_symmetric,
+    )  # fmt: skip
+    config = artifact.config.override(**{name: value for name, value in storage.items() if value is not None})
     if side not in ("kv", "k", "v"):
         raise ArtifactError(f"side: got {side!r}, allowed are kv, k, v")
-    decoder, config = compat.text_config(model.config), artifact.config.override(**overrides)
+    decoder = compat.text_config(model.config)
     sums, by_sequence = torch.zeros(5, dtype=torch.float64), []
     for ids in sequences:
         ids = ids.to(model.device)

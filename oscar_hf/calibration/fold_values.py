@@ -16,8 +16,11 @@ from ..errors import UnsupportedModelError
 
 
 class Folded:
-    """A folded model. `artifact`: what caches of the model must be built from while it is folded. Call it (or leave its
-    `with` block) to put the original weights back, bit for bit."""
+    """A folded model. Call it, or leave its `with` block, to put the original weights back, bit for bit.
+
+    Attributes:
+        artifact (`Artifact`): What caches of the model must be built from while it is folded.
+    """
 
     def __init__(self, artifact: Artifact, restore: Callable[[], None]):
         self.artifact, self._restore = artifact, restore
@@ -37,9 +40,29 @@ class Folded:
 def fold_value_rotation(model: nn.Module, artifact: Artifact) -> Folded:
     """Fold the value rotation of every layer of an artifact into v_proj and o_proj of a model, in place.
 
-    Rotations per layer or per KV head; biases too. The original weights are kept on the CPU for the undo. Raises
-    UnsupportedModelError with the reason, before any weight is touched, for projections that are quantized, wrapped, fused,
-    shared between layers, or separated from the cache by a norm or a gate.
+    A cache of the folded model need not rotate values. Rotations per layer or per KV head are folded, biases too. The
+    original weights are kept on the CPU for the undo.
+
+    Args:
+        model (`torch.nn.Module`): The artifact's model.
+        artifact (`Artifact`): A calibrated artifact.
+
+    Returns:
+        `Folded`: Its `artifact` is what caches must be built from; call it, or use it as a context, to undo the folding.
+
+    Raises:
+        `UnsupportedModelError`: Before any weight is touched, for an artifact without rotations, and for projections
+            that are quantized, wrapped, fused, shared between layers, or separated from the cache by a norm or a gate.
+
+    Example:
+
+    ```python
+    from oscar_hf import Artifact, OscarCache, fold_value_rotation
+
+    with fold_value_rotation(model, Artifact.load("my-artifact")) as folded:
+        cache = OscarCache(model.config, artifact=folded.artifact)
+        model.generate(**inputs, past_key_values=cache)
+    ```
     """
     if not artifact.layers:
         raise UnsupportedModelError(f"{artifact.source} holds no value rotations to fold: use a calibrated artifact")

@@ -14,6 +14,7 @@ from ..attention.packed import exact_attention
 from ..attention.views import DenseView
 from ..errors import UnsupportedModelError
 from ..transformers_compat import model_config as compat
+from ..transformers_compat.versions import CACHE_ARGUMENT, without_head
 
 
 class LayerMoments:
@@ -67,7 +68,7 @@ class LayerMoments:
 
     @property
     def query_covariance(self) -> Tensor:
-        """M_h = Q_h^T Q_h / (T g), uncentred, over all tokens: [H, D, D]."""
+        """M_h = Q_h^T Q_h / (T g), uncentered, over all tokens: [H, D, D]."""
         return self.query_moment / self.queries
 
     @property
@@ -82,7 +83,7 @@ class LayerMoments:
 
     @property
     def key_covariance(self) -> Tensor:
-        """Covariance of the centred keys after the sink, [H, D, D]."""
+        """Covariance of the centered keys after the sink, [H, D, D]."""
         mean = self.key_mean
         return self.late_key_moment / max(1, self.late_tokens) - mean[:, :, None] * mean[:, None, :]
 
@@ -173,8 +174,8 @@ def gather(model, sequences: list[Tensor], sink_tokens: int, scored_values: bool
             layers = compat.native_layers(config)
             for index, layer_moments in moments.items():
                 layers[index] = RecordingLayer(layer_moments, second_pass)
-            compat.without_head(model)(
-                input_ids=ids.to(model.device), use_cache=True, **{compat.CACHE_ARGUMENT: Cache(layers=layers)}
+            without_head(model)(
+                input_ids=ids.to(model.device), use_cache=True, **{CACHE_ARGUMENT: Cache(layers=layers)}
             )
             # More than once where later layers attend to the same keys, too: their queries count like its own.
             unseen = [index for index in moments if layers[index].seen < ids.shape[1]]
