@@ -12,7 +12,7 @@ from oscar_hf import OscarCache, OscarError
 from oscar_hf.bench import caches, command, models, plot, prefill
 from oscar_hf.bench import decode as generation
 from oscar_hf.bench import decode_kernel as kernel
-from oscar_hf.bench.decode import WARM_UP, Job, bench_generation, compare, count_launches, measure
+from oscar_hf.bench.decode import WARM_UP, Job, bench_decode, compare, count_launches, measure
 from oscar_hf.bench.decode_kernel import ROWS, Row, bench_kernel, choose_rows, packed_bytes
 from oscar_hf.bench.device import OUT_OF_MEMORY, Device, attempt, failed, problem_of
 from oscar_hf.bench.largest import largest
@@ -147,7 +147,7 @@ def test_synthetic_artifact_has_the_cost_of_the_default_recipe():
     assert artifact.config.key_scale == "weighted_search_both_ends"
     cache = OscarCache(model.config, artifact=artifact, sink_tokens=4, recent_tokens=8)
     model.generate(prompt(1, 40)[0], past_key_values=cache, max_new_tokens=2)
-    assert cache.layers[0].history > 0
+    assert cache.layers[0].store.history > 0
 
 
 def test_unknown_shapes_are_refused():
@@ -193,12 +193,12 @@ def test_filled_caches_hold_the_same_tokens_in_every_row(kind, batch, job):
     exact = caches.filled("dynamic", job.model, job.artifact, CONTEXT, 1, CONTEXT)
     for layer, expected in zip(cache.layers, exact.layers):
         ours = kind.startswith("oscar")
-        keys = layer.dense("k") if ours else layer.keys[:, :, :CONTEXT]
+        keys = layer.store.dense("k") if ours else layer.keys[:, :, :CONTEXT]
         assert keys.shape[0] == batch and all(torch.equal(row, keys[0]) for row in keys)
         shown = slice(None, 64) if ours else slice(None)
         assert torch.equal(keys[0, :, shown], expected.keys[0, :, shown])
         if ours:
-            assert layer.history == CONTEXT - 64 - 255 - 32
+            assert layer.store.history == CONTEXT - 64 - 255 - 32
     assert not torch.equal(exact.layers[0].keys, exact.layers[1].keys)
 
 
@@ -207,7 +207,7 @@ def test_filled_caches_hold_the_same_tokens_in_every_row(kind, batch, job):
 @pytest.mark.parametrize("chunk", [None, 100])
 def test_decode_rows_hold_time_and_error(job, synthetic, chunk, capsys):
     job = replace(job, synthetic=synthetic, prefill_chunk=chunk, batch=2)
-    result = bench_generation(job, ["dynamic", "static", "oscar", "oscar-static"], [CONTEXT])
+    result = bench_decode(job, ["dynamic", "static", "oscar", "oscar-static"], [CONTEXT])
     dynamic, static, oscar, fixed = result["rows"]
     for row in result["rows"]:
         assert row["ms_per_token"] > 0 and len(row["step_ms"]) == 3 and not failed(row)
@@ -237,10 +237,10 @@ def test_static_caches_are_compiled_only_on_request(job, monkeypatch):
 
     monkeypatch.setattr(type(job.model), "generate", spy)
     job = replace(job, compile=True)
-    bench_generation(job, ["dynamic", "static"], [40])
+    bench_decode(job, ["dynamic", "static"], [40])
     assert asked[-2:] == [False] * 2 and set(asked[:-2]) == {True}
     monkeypatch.setattr(generation, "forget_compiled", lambda model: asked.append("forgotten"))
-    bench_generation(job, ["static"], [40])
+    bench_decode(job, ["static"], [40])
     assert asked[-3:] == [False, False, "forgotten"]
 
 
@@ -287,7 +287,7 @@ def test_a_batch_that_fits_is_searched_for_and_may_shrink_in_the_end(job, monkey
         return {"cache": kind, "batch": job.batch, "context": context}, torch.zeros(3)
 
     monkeypatch.setattr(generation, "measure", fake)
-    result = bench_generation(job, ["dynamic"], [40], find_batch=True)
+    result = bench_decode(job, ["dynamic"], [40], find_batch=True)
     assert result["rows"][0]["batch"] == 23 and result["find_batch"]
     assert not any(trial.compile or trial.count for trial in calls if trial.new_tokens == 2)
 
@@ -299,10 +299,10 @@ def test_no_batch_fits_or_something_breaks(job, monkeypatch, capsys):
         raise error
 
     monkeypatch.setattr(generation, "measure", fake)
-    row = bench_generation(job, ["dynamic"], [40], find_batch=True)["rows"][0]
+    row = bench_decode(job, ["dynamic"], [40], find_batch=True)["rows"][0]
     assert row == {"cache": "dynamic", "batch": 0, "context": 40, "problem": OUT_OF_MEMORY} and not failed(row)
     error = ValueError("broken")
-    row = bench_generation(job, ["dynamic"], [40], find_batch=True)["rows"][0]
+    row = bench_decode(job, ["dynamic"], [40], find_batch=True)["rows"][0]
     assert row["problem"] == "ValueError: broken" and failed(row)
 
 
@@ -383,7 +383,7 @@ def test_plots(tmp_path):
     ]
     rows.append(dict(cache="oscar", context=10, history=0, new_tokens=5, problem=OUT_OF_MEMORY))
     for number, found in enumerate((False, True)):
-        plot.plot_generation({"machine": info, "rows": rows, "find_batch": found}, str(tmp_path / f"{number}.png"))
+        plot.plot_decode({"machine": info, "rows": rows, "find_batch": found}, str(tmp_path / f"{number}.png"))
     plot.plot_prefill({"machine": info, "rows": rows}, str(tmp_path / "2.png"))
     bars = [{"shape": "1 x 2, Hq 3", "oscar_us": 5.0, "flash_us": None}, {"shape": "2 x 2, Hq 3", "problem": "broke"}]
     plot.plot_kernel({"machine": info, "rows": bars}, str(tmp_path / "3.svg"))
@@ -417,7 +417,7 @@ def test_generation_bench_runs(synthetic):
     model = tiny_model("qwen3", head_dim=128).to("cuda", torch.bfloat16)
     models.plain_generation(model)
     job = Job(model, synthetic_artifact(model.config), new_tokens=4, synthetic=synthetic)
-    rows = bench_generation(job, ["dynamic", "static", "oscar", "oscar-static"], [2048])["rows"]
+    rows = bench_decode(job, ["dynamic", "static", "oscar", "oscar-static"], [2048])["rows"]
     assert not any(row.get("problem") for row in rows)
     assert all(row["kernels_per_layer"] > 0 and row["resident_gib"] > 0 for row in rows)
     assert rows[2]["kernel_error"] < 5e-3 and rows[3]["kernel_error"] < 5e-3

@@ -6,6 +6,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from ..artifact.artifact import Artifact
+from ..cache.layer import OscarLayer
 from ..cache.oscar_cache import OscarCache
 from ..errors import OscarError
 from .models import states_shape
@@ -53,7 +54,7 @@ def new_cache(kind: str, model, artifact: Artifact, tokens: int):
 
 def settle(cache) -> None:
     """Let an OscarCache pack what it kept exact for the call, as its next update would; others have nothing to do."""
-    if hasattr(cache, "commit"):
+    if isinstance(cache, OscarCache):
         cache.commit()
 
 
@@ -82,7 +83,9 @@ def _update(cache, model, tokens: int, batch: int) -> None:
             for _ in range(2)
         )
         layer.update(*(x.expand(batch, -1, -1, -1) for x in states))
-        settle(layer)
+        if isinstance(layer, OscarLayer):
+            # One layer at a time holds its tokens in full, as in a forward.
+            layer.store.place_waiting()
 
 
 @torch.no_grad()
@@ -91,17 +94,17 @@ def attention_error(cache: OscarCache, query_heads: int) -> float:
     float32 attention on the same tokens dequantized to the model's dtype; of the first row. It uses the layer up: only that
     row is left."""
     layer = cache.oscar_layers[0]
-    shape, generator = (layer.batch_size, layer.kv_heads, 1), torch.Generator(layer.device).manual_seed(0)
+    shape, generator = (layer.batch_size, layer.store.kv_heads, 1), torch.Generator(layer.device).manual_seed(0)
 
     def normal(heads: int, dim: int):
         return torch.randn(shape[0], heads, 1, dim, device=layer.device, dtype=layer.dtype, generator=generator)
 
-    key_dim, value_dim = layer.sink_keys.shape[3], layer.sink_values.shape[3]
+    key_dim, value_dim = layer.store.keys.sink.shape[3], layer.store.values.sink.shape[3]
     keys, values = layer.update(normal(shape[1], key_dim), normal(shape[1], value_dim))
     query = normal(query_heads, key_dim)
     output = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)[0].float()
     layer.batch_select_indices(torch.zeros(1, dtype=torch.int64))
     group = query_heads // shape[1]
-    dense = (layer.dense(kind).float().repeat_interleave(group, 1) for kind in "kv")
+    dense = (layer.store.dense(kind).float().repeat_interleave(group, 1) for kind in "kv")
     expected = F.scaled_dot_product_attention(query[:1].float(), *dense)[0]
     return ((output - expected).norm() / expected.norm()).item()

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 
+from ..checks import at_least
 from ..errors import OscarError
 from . import plot
 from .shapes import SHAPES, check_shape
@@ -40,7 +41,7 @@ def add_commands(parser: argparse.ArgumentParser, run: Callable) -> None:
         "--batch", type=_batch, default=1, metavar="N|max", help="rows, or the largest number that fits"
     )
     decode.add_argument("--new-tokens", type=at_least(3), default=32, metavar="N", help="timed tokens (default: 32)")
-    decode.set_defaults(bench=bench_decode, draw=plot.plot_generation)
+    decode.set_defaults(bench=bench_decode, draw=plot.plot_decode)
 
     prefill = commands.add_parser("prefill", help="time and peak memory of prompts and of further turns, per cache")
     _model_arguments(prefill)
@@ -90,18 +91,6 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from `minimum` on."""
-
-    def number(text: str) -> int:
-        value = int(text)
-        if not minimum <= value < 1 << 31:
-            raise argparse.ArgumentTypeError(f"{text} is not between {minimum} and {(1 << 31) - 1}")
-        return value
-
-    return number
-
-
 def _batch(text: str) -> int | None:
     """None for `max`."""
     try:
@@ -112,30 +101,30 @@ def _batch(text: str) -> int | None:
 
 def bench_kernel(args, load_model: Callable) -> dict:
     """Run `oscar-hf bench kernel`."""
-    from .decode_kernel import ROWS, bench_kernel, choose_rows
+    from . import decode_kernel
     from .timing import require_cuda
 
-    rows = choose_rows(args.rows) if args.rows else ROWS
+    rows = decode_kernel.choose_rows(args.rows) if args.rows else decode_kernel.ROWS
     _check_plot(args)
     require_cuda(args.device)
-    return bench_kernel(rows)
+    return decode_kernel.bench_kernel(rows)
 
 
 def bench_decode(args, load_model: Callable) -> dict:
     """Run `oscar-hf bench decode`."""
-    from .decode import bench_generation
+    from . import decode
 
     job, kinds = _prepare(args, load_model, DEFAULT_COMPILED if args.compile else DEFAULT_CACHES)
-    return bench_generation(job, kinds, args.context, find_batch=args.batch is None)
+    return decode.bench_decode(job, kinds, args.context, find_batch=args.batch is None)
 
 
 def bench_prefill(args, load_model: Callable) -> dict:
     """Run `oscar-hf bench prefill`."""
-    from .prefill import bench_prefill
+    from . import prefill
 
     job, kinds = _prepare(args, load_model, ("dynamic", "oscar"))
     turns = DEFAULT_TURNS if args.turns == [] else args.turns or []
-    return bench_prefill(job, kinds, args.context, turns, args.repeats)
+    return prefill.bench_prefill(job, kinds, args.context, turns, args.repeats)
 
 
 def _check_plot(args) -> None:
@@ -145,7 +134,7 @@ def _check_plot(args) -> None:
 
 def _prepare(args, load_model: Callable, default_caches) -> tuple:
     """(job, kinds of caches); everything that can be refused is refused before a model is built."""
-    from ..artifact.artifact import Artifact
+    from .. import Artifact
     from . import models
     from .caches import CHOICES, choose
     from .decode import Job

@@ -12,6 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from ..artifact.artifact import Artifact
 from ..cache.oscar_cache import OscarCache
 from ..transformers_compat import model_config as compat
+from ..transformers_compat.deferred_stop import can_defer_stop, deferred_stop
+from ..transformers_compat.versions import CACHE_ARGUMENT
 from .caches import STATIC, attention_error, filled, new_cache, settle
 from .device import OUT_OF_MEMORY, Device, attempt, gib_since
 from .largest import largest
@@ -68,7 +70,7 @@ class Job:
 def prefill(job: Job, cache, ids: Tensor) -> Tensor:
     """Run a prompt, or a further turn, [batch, T] into a cache; returns the logits of its last token."""
     for part in ids.split(job.prefill_chunk or ids.shape[1], 1):
-        output = job.model(input_ids=part, logits_to_keep=1, **{compat.CACHE_ARGUMENT: cache})
+        output = job.model(input_ids=part, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
     return output.logits[:, -1]
 
 
@@ -105,8 +107,8 @@ def measure(job: Job, kind: str, context: int, reference: Tensor | None = None) 
     row["ms_per_token"] = statistics.median(row["step_ms"])
     row["tokens_per_s"] = 1e3 * job.batch / row["ms_per_token"]
     row["deferred_ms"] = None
-    if compat.can_defer_stop(cache, device.device):
-        with compat.deferred_stop():
+    if can_defer_stop(cache, device.device):
+        with deferred_stop():
             tokens, row["deferred_step_ms"] = _timed(job, tokens, cache)
         row["deferred_ms"] = statistics.median(row["deferred_step_ms"])
     if job.count:
@@ -133,7 +135,7 @@ def _generate(job: Job, ids: Tensor, cache, new_tokens: int, *criteria: Stopping
     return job.model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
         disable_compile=not job.compile, stopping_criteria=StoppingCriteriaList(criteria),
-        **{compat.CACHE_ARGUMENT: cache}, **options,
+        **{CACHE_ARGUMENT: cache}, **options,
     )  # fmt: skip
 
 
@@ -221,7 +223,7 @@ def forget_compiled(model) -> None:
         del model._compiled_call
 
 
-def bench_generation(job: Job, kinds: list[str], contexts: list[int], find_batch: bool = False) -> dict:
+def bench_decode(job: Job, kinds: list[str], contexts: list[int], find_batch: bool = False) -> dict:
     """`measure` for every kind of cache and context; returns {machine, compile, synthetic_prefill, find_batch, rows}.
 
     find_batch: take the largest batch that fits in place of the job's. What fails, for lack of memory or otherwise, is a row
@@ -287,5 +289,5 @@ def largest_batch(job: Job, kind: str, context: int) -> tuple[int, str]:
 
 
 def format_rows(rows: list[dict], header: bool = True) -> str:
-    """A Markdown table of bench_generation's rows."""
+    """A Markdown table of bench_decode's rows."""
     return table(rows, COLUMNS, header)

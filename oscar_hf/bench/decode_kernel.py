@@ -7,16 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..artifact.config import OscarConfig
 from ..errors import OscarError
 from ..kernels.decode import DecodeStore, decode_attention, decode_problem
 from ..kernels.decode.reference import decode_attention_reference
 from ..kernels.dequantize import dequantize_rows
 from ..quantization.packed_rows import PackedRows
+from ..quantization.quantizer import ScaleRule
+from ..quantization.side import Side, SideFormat
 from .device import Device, attempt
 from .report import Column, table
 from .timing import ROTATE_BYTES, copy_bandwidth, graph_microseconds, machine
 
-SINK, RECENT = 64, 256
+SINK, RECENT = OscarConfig.sink_tokens, OscarConfig.recent_tokens
 
 
 @dataclass(frozen=True)
@@ -111,15 +114,12 @@ def random_store(row: Row, seed: int) -> tuple[torch.Tensor, DecodeStore]:
     def length(tokens):
         return torch.tensor([tokens], dtype=torch.int32, device="cuda") if row.capacity else tokens
 
-    keys, values = rows(), rows()
-    store = DecodeStore(
-        k_codes=keys.codes, k_scale=keys.scale, k_min=keys.min,
-        v_codes=values.codes, v_scale=values.scale, v_min=values.min,
-        sink_k=window(SINK), sink_v=window(SINK), ring_k=window(RECENT), ring_v=window(RECENT),
-        length=length(row.tokens), history=length(history), key_query=rotation(),
-        value_inverse=None if row.folded else rotation(),
-        key_mean=0.1 * normal(row.kv_heads, dim, dtype=torch.float32),
-    )  # fmt: skip
+    form = SideFormat(dim, row.group_size, symmetric=False, rule=ScaleRule())
+    windows = [{"sink": window(SINK), "ring": window(RECENT)} for _ in "kv"]
+    mean = 0.1 * normal(row.kv_heads, dim, dtype=torch.float32)
+    keys = Side(form, rows(), inverse=rotation().mT, mean=mean, **windows[0])
+    values = Side(form, rows(), inverse=None if row.folded else rotation(), **windows[1])
+    store = DecodeStore(keys, values, length(row.tokens), length(history))
     return normal(row.batch, row.query_heads, 1, dim), store
 
 
@@ -175,20 +175,10 @@ def bf16_rivals(row: Row, device: Device) -> tuple[dict[str, float | None], dict
 
 def dequantize_rival(row: Row, query, store: DecodeStore) -> float:
     """Microseconds of what a cache without a fused kernel does: dequantize everything, then flash attention."""
-    packed = []
-    for codes, scale, minimum in (
-        (store.k_codes, store.k_scale, store.k_min),
-        (store.v_codes, store.v_scale, store.v_min),
-    ):
-        rows = PackedRows(row.batch, row.kv_heads, row.head_dim, row.group_size, False, "cuda")
-        rows.codes, rows.scale, rows.min = codes, scale, minimum
-        packed.append(rows)
-
     history = int(store.history)
 
     def run():
-        keys = dequantize_rows(packed[0], 0, history, store.key_query.mT, store.key_mean, torch.bfloat16)
-        values = dequantize_rows(packed[1], 0, history, store.value_inverse, None, torch.bfloat16)
+        keys, values = (dequantize_rows(side, 0, history, torch.bfloat16) for side in (store.keys, store.values))
         return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
     return graph_microseconds([run], repeats=3)

@@ -66,7 +66,7 @@ def prompt_row(model, context: int, tokenizer=None) -> Tensor:
         vocabulary = compat.text_config(model.config).vocab_size
         ids = torch.randint(min(10, vocabulary - 1), vocabulary, (context,), generator=torch.Generator().manual_seed(0))
     else:
-        from ..calibration.calibrate import default_text
+        from ..calibration.text import default_text
 
         ids = tokenizer(default_text()[0], return_tensors="pt", verbose=False)["input_ids"][0]
         ids = ids.repeat(-(-context // ids.shape[0]))[:context]

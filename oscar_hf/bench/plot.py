@@ -17,7 +17,7 @@ def require_plot(path: str) -> None:
         raise OscarError(f"--plot {path!r}: the name must end with .png or another of {', '.join(sorted(known))}")
 
 
-def plot_generation(result: dict, path: str) -> None:
+def plot_decode(result: dict, path: str) -> None:
     """ms per token over context; of the largest batches the batch and its tokens per second over context, too."""
     deferred = [
         {"cache": f"{row['cache']}, deferred stop", "context": row["context"], "ms_per_token": row["deferred_ms"]}
