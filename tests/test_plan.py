@@ -12,7 +12,7 @@ from oscar_hf import Artifact, OscarCache, OscarError
 from oscar_hf.cache.layer import OscarLayer
 from oscar_hf.cli.main import main
 from oscar_hf.cli.plan import plan_config
-from oscar_hf.transformers_compat import model_config as compat
+from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 pytestmark = pytest.mark.filterwarnings("ignore:oscar_hf")
 SMALL = Artifact.data_free("hadamard", sink_tokens=4, recent_tokens=8)
@@ -39,7 +39,7 @@ def test_plan_is_what_a_cache_takes(family, length):
     plan = plan_config(model.config, SMALL, context=90, max_cache_len=length)
     cache = OscarCache(model.config, artifact=SMALL, max_cache_len=length)
     with torch.no_grad():
-        model(**arguments, **{compat.CACHE_ARGUMENT: cache})
+        model(**arguments, **{CACHE_ARGUMENT: cache})
     report = cache.memory_report()
     assert len(plan.layers) == len(cache.layers) and plan.is_static == (length is not None)
     for index, (planned, layer) in enumerate(zip(plan.layers, cache.layers)):
@@ -47,8 +47,7 @@ def test_plan_is_what_a_cache_takes(family, length):
         assert (planned.path == "native") == (not isinstance(layer, OscarLayer))
         if isinstance(layer, OscarLayer):
             assert planned.bytes == sum(regions.values())
-            assert (planned.kv_heads, planned.key_dim) == (layer.kv_heads, layer.sink_keys.shape[3])
-            assert planned.value_dim == layer.sink_values.shape[3]
+            assert (1, planned.kv_heads, planned.key_dim, planned.value_dim) == layer.store.geometry
         elif isinstance(layer, CacheLayerMixin) and layer.keys is not None:
             assert planned.bytes == planned.bytes_bf16 == layer.keys.nbytes + layer.values.nbytes
         else:

@@ -1,16 +1,18 @@
-"""The `oscar-hf` command: calibrate, inspect, plan, eval, bench. Errors of the package end with one line and exit code 2."""
+"""The `oscar-hf` command: calibrate, inspect, plan, eval, bench. Errors of the package end with one line and exit code 2.
+
+Nothing here imports torch before a command runs: help and wrong arguments are answered at once.
+"""
 
 import argparse
-import os
 import sys
-from pathlib import Path
 
-from ..artifact.config import RECIPES, VALUE_TARGETS
-from ..bench.command import add_commands, at_least
+from .. import __version__, defaults
+from ..artifact.recipes import RECIPES, VALUE_TARGETS
+from ..bench.command import add_commands
 from ..bench.report import write_json
-from ..errors import OscarError, first_line
-
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+from ..checks import at_least
+from ..errors import OscarError
+from .loading import DTYPES, load_model, writable_file, writable_folder
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,10 +23,7 @@ def main(argv: list[str] | None = None) -> int:
             if path:
                 writable_file(path)
         return args.run(args)
-    except OscarError as error:
-        print(f"oscar-hf: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
+    except (OscarError, OSError, ImportError) as error:
         print(f"oscar-hf: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -34,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="oscar-hf", description="2-bit KV cache for Hugging Face transformers")
+    parser.add_argument("--version", action="version", version=f"oscar-hf {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     calibrate = commands.add_parser("calibrate", help="make an artifact for a model from its attention statistics")
@@ -49,11 +49,15 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--text", nargs="+", metavar="FILE", help="UTF-8 text (default: the text inside the package)"
     )
-    calibrate.add_argument("--tokens", type=at_least(1), default=32768, help="tokens to calibrate on (default: 32768)")
+    calibrate.add_argument(
+        "--tokens", type=at_least(1), default=defaults.CALIBRATION_TOKENS,
+        help="tokens to calibrate on (default: %(default)s)",
+    )  # fmt: skip
     calibrate.add_argument(
         "--context",
         type=at_least(1),
-        help="tokens per sequence (default: as many as the model, the text and the memory allow, at most 32768)",
+        help="tokens per sequence (default: as many as the model, the text and the memory allow, at most "
+        f"{defaults.LONGEST_CONTEXT})",
     )
     calibrate.add_argument(
         "--seed", type=at_least(0), default=0, help="shifts the sequences within the text (default: 0)"
@@ -77,20 +81,29 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--artifact", metavar="A", help="folder or Hub repository id (default: the recipe hadamard)")
     plan.add_argument("--subfolder", help="folder of the artifact inside its repository")
     length = plan.add_mutually_exclusive_group()
-    length.add_argument("--context", type=at_least(1), metavar="N", help="tokens to count for (default: 32768 at most)")
+    length.add_argument(
+        "--context", type=at_least(1), metavar="N",
+        help=f"tokens to count for (default: what the model takes, at most {defaults.PLAN_CONTEXT})",
+    )  # fmt: skip
     length.add_argument(
         "--max-cache-len", type=at_least(1), metavar="N", help="plan a static cache of that many tokens"
     )
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON, too")
     plan.set_defaults(run=_plan)
 
-    evaluate = commands.add_parser("eval", help="compare artifacts on a model: KL divergence from the BF16 cache")
+    evaluate = commands.add_parser("eval", help="compare artifacts on a model: KL divergence from the exact cache")
     _model_arguments(evaluate)
     evaluate.add_argument("--artifact", nargs="+", required=True, metavar="A", help="folders or Hub repository ids")
     evaluate.add_argument("--subfolder", help="folder inside the repository of each artifact")
     evaluate.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text not used to calibrate")
-    evaluate.add_argument("--context", type=at_least(4), default=4096, help="tokens per sequence (default: 4096)")
-    evaluate.add_argument("--sequences", type=at_least(1), default=4, help="sequences from the text (default: 4)")
+    evaluate.add_argument(
+        "--context", type=at_least(4), default=defaults.EVALUATION_CONTEXT,
+        help="tokens per sequence (default: %(default)s)",
+    )  # fmt: skip
+    evaluate.add_argument(
+        "--sequences", type=at_least(1), default=defaults.EVALUATION_SEQUENCES,
+        help="sequences from the text (default: %(default)s)",
+    )  # fmt: skip
     evaluate.add_argument("--side", default="kv", choices=("kv", "k", "v"), help="quantize keys, values or both")
     evaluate.add_argument(
         "--seed", type=at_least(0), default=0, help="shifts the sequences within the text (default: 0)"
@@ -100,23 +113,6 @@ def _parser() -> argparse.ArgumentParser:
 
     add_commands(commands.add_parser("bench", help="speed and memory on a CUDA GPU"), run=_bench)
     return parser
-
-
-def writable_file(path: str) -> None:
-    """Raise OscarError unless a file can be written at a path, before hours are spent on what goes into it."""
-    target = Path(path)
-    if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-        raise OscarError(
-            f"cannot write the file {path!r}: give a file name in a folder that exists and can be written to"
-        )
-
-
-def _writable_folder(path: str) -> None:
-    """The same for a folder that is to be made."""
-    target = Path(path)
-    existing = next(p for p in (target, *target.absolute().parents) if p.exists())
-    if not path.strip() or not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise OscarError(f"cannot write the folder {path!r}: give a folder that exists or can be made")
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,27 +127,6 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_model(name: str, *, revision=None, gguf_file=None, device=None, dtype="auto"):
-    """Model (eval mode) and tokenizer; failures to load become an OscarError with the reason.
-
-    dtype auto: float32 on a CPU, most of which emulate bfloat16 slowly, else bfloat16.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    options = {"revision": revision} | ({"gguf_file": gguf_file} if gguf_file else {})
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        # No attention is asked for: transformers takes sdpa, or eager for the families that have no other (GPT-OSS).
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **options)
-        return model.to(device).eval(), tokenizer
-    except (OSError, ValueError, RuntimeError, ImportError, AssertionError) as error:
-        raise OscarError(f"cannot load the model {name!r} on {device}: {first_line(error)}") from error
-
-
 def _load(args):
     return load_model(
         args.model, revision=args.revision, gguf_file=args.gguf_file, device=args.device, dtype=args.dtype
@@ -159,35 +134,40 @@ def _load(args):
 
 
 def _calibrate(args) -> int:
-    from ..artifact.artifact import Artifact
-    from ..calibration.calibrate import calibrate, read_texts
+    from .. import Artifact, calibrate
+    from ..calibration.text import read_texts
 
-    _writable_folder(args.output)
+    writable_folder(args.output)
     text, source = read_texts(args.text) if args.text else (None, None)
-    overrides = {"value_target": args.value_target} if args.value_target else {}
-    if args.base_model:
-        overrides["base_model"] = args.base_model
     model, tokenizer = _load(args)
     artifact = calibrate(
-        model, tokenizer, text, recipe=args.recipe, tokens=args.tokens, context=args.context, seed=args.seed,
-        text_source=source, **overrides,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        text,
+        recipe=args.recipe,
+        tokens=args.tokens,
+        context=args.context,
+        seed=args.seed,
+        text_source=source,
+        value_target=args.value_target,
+        base_model=args.base_model or None,
+    )
     if args.gguf_file:
-        artifact.config.calibration["model_file"] = args.gguf_file
+        artifact = artifact.with_provenance({"model_file": args.gguf_file})
     folder = artifact.save(args.output)
     print(Artifact.load(folder).describe())
     return 0
 
 
 def _inspect(args) -> int:
-    from ..artifact.artifact import Artifact
+    from .. import Artifact
 
     print(Artifact.load(args.artifact, revision=args.revision, subfolder=args.subfolder).describe())
     return 0
 
 
 def _plan(args) -> int:
-    from .plan import plan
+    from .. import plan
 
     result = plan(
         args.model,
@@ -205,9 +185,8 @@ def _plan(args) -> int:
 def _evaluate(args) -> int:
     from tqdm.auto import tqdm
 
-    from ..artifact.artifact import Artifact
-    from ..calibration.calibrate import read_texts, token_sequences
-    from ..calibration.evaluate import evaluate
+    from .. import Artifact, evaluate
+    from ..calibration.text import read_texts, token_sequences
 
     artifacts = {name: Artifact.load(name, subfolder=args.subfolder) for name in args.artifact}
     text, source = read_texts(args.text)
@@ -220,12 +199,14 @@ def _evaluate(args) -> int:
         for name, artifact in artifacts.items():
             results[name] = evaluate(model, artifact, sequences, side=args.side, progress=lambda: bar.update(1))
     print(f"{len(sequences)} x {sequences[0].shape[1]} tokens of {source}, judged on the second half")
-    print(f"{'artifact':<44}{'recipe':<10}{'bits':>6}{'mean KL':>10}{'agreement':>11}{'perplexity':>12}{'BF16':>9}")
+    # Beside the perplexity with packed keys and values that of the model as it is, under the name of its dtype.
+    exact = str(model.dtype).removeprefix("torch.")
+    print(f"{'artifact':<44}{'recipe':<10}{'bits':>6}{'mean KL':>10}{'agreement':>11}{'perplexity':>12}{exact:>10}")
     for name, q in results.items():
         recipe = artifacts[name].config.recipe
         print(
             f"{name:<44}{recipe:<10}{q.bits:>6.2f}{q.kl:>10.4f}{q.agreement:>11.4f}{q.perplexity:>12.3f}"
-            f"{q.reference_perplexity:>9.3f}"
+            f"{q.reference_perplexity:>10.3f}"
         )
     return _finish({name: q.as_dict() for name, q in results.items()}, args.json)
 

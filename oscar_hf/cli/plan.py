@@ -8,30 +8,47 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..artifact.artifact import Artifact
 from ..cache.layer import OscarLayer
-from ..cache.oscar_cache import OscarCache, check_token_count
+from ..cache.oscar_cache import OscarCache
+from ..checks import check_token_count
+from ..defaults import PLAN_CONTEXT
 from ..errors import OscarError, first_line
 from ..kernels.decode import decode_problem
+from ..storage.layer_store import LayerStore
 from ..transformers_compat import model_config as compat
+from ..transformers_compat.versions import supports_sdpa
+from .loading import gguf_hint
 
 FUSED, PYTORCH, NATIVE = "fused", "PyTorch", "native"
 _FUSED_WHERE = "decode steps read packed data in one kernel on a CUDA GPU, under sdpa or a registered flash attention"
 _DTYPE = torch.bfloat16
-# The context of a plan that asks for none, unless the model takes fewer tokens.
-DEFAULT_CONTEXT = 32768
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer: `type` as transformers names it; `path` is fused (decode steps run in the kernel), PyTorch (packed, read in
-    plain PyTorch) or native (transformers' own layer), `why` says more. Dims are 0 where nothing is kept
-    per token. Bytes are for a batch of one in bfloat16: of one more token, and of the whole context."""
+    """What OscarCache would do with one layer. Bytes are for a batch of one in bfloat16.
+
+    Attributes:
+        type (`str`): Kind of the layer, as transformers names it.
+        path (`str`): `"fused"` if decode steps run in the kernel, `"PyTorch"` if packed data is read in plain PyTorch,
+            `"native"` for transformers' own layer.
+        why (`str`): More about that.
+        kv_heads (`int`): KV heads; this and the following are 0 where nothing is kept per token.
+        queries_per_head (`int`): Query heads that read one KV head.
+        key_dim (`int`): Head dim of keys.
+        value_dim (`int`): Head dim of values.
+        group_size (`int`): Channels per scale.
+        bits_per_element (`float`): Scales and minima included.
+        token_bytes (`int`): Bytes of one more token.
+        token_bytes_bf16 (`int`): The same in a DynamicCache.
+        bytes (`int`): Bytes of the whole context.
+        bytes_bf16 (`int`): The same in a DynamicCache.
+    """
 
     type: str
     path: str
@@ -50,7 +67,18 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The layers of a model and their sums; `constants` are the rotations, which all caches of a model share."""
+    """What OscarCache would do with a model; print it for a table.
+
+    Attributes:
+        model (`str`): Name of the model.
+        model_type (`str`): Its family, as transformers names it.
+        artifact (`str`): Where the artifact is from.
+        context (`int`): Tokens that are counted for.
+        is_static (`bool`): Whether a static cache is planned.
+        layers (`list[LayerPlan]`): One per cache layer.
+        constants (`int`): Bytes of the rotations, which all caches of a model share; they are in no other sum.
+        notes (`list[str]`): What else there is to know.
+    """
 
     model: str
     model_type: str
@@ -71,7 +99,7 @@ class Plan:
         return sums | {"ratio": sums["bytes_bf16"] / sums["bytes"] if sums["bytes"] else 1.0}
 
     def as_dict(self) -> dict:
-        """For JSON."""
+        """Plain dict for JSON."""
         return dataclasses.asdict(self) | {"totals": self.totals}
 
     def __str__(self) -> str:
@@ -88,11 +116,30 @@ def plan(
     gguf_file: str | None = None,
     subfolder: str | None = None,
 ) -> Plan:
-    """Plan of a model, a folder or Hub repository id of which only the config is read, of gguf_file if that is given.
+    """Say what OscarCache would do with each layer of a model, and what it would take, from the model's config alone.
 
-    artifact: None plans for the recipe `hadamard`; subfolder: where it is in its repository. context: tokens to count for;
-    max_cache_len: plan a static cache of that size instead. Raises OscarError where OscarCache would refuse the model, with
-    its reason.
+    Args:
+        name (`str`): Folder or Hub repository id of a model; only its config is read.
+        artifact (`str`, *optional*): Folder or Hub repository id. Defaults to the recipe `hadamard`.
+        context (`int`, *optional*): Tokens to count for. Defaults to what the model takes, at most 32768.
+        max_cache_len (`int`, *optional*): Plan a static cache of that many tokens instead.
+        revision (`str`, *optional*): Branch, tag or commit of the model on the Hub.
+        gguf_file (`str`, *optional*): Read the config from this GGUF file of the folder or repository.
+        subfolder (`str`, *optional*): Folder of the artifact inside its repository.
+
+    Returns:
+        `Plan`: Layer by layer, with sums.
+
+    Raises:
+        `OscarError`: If the config cannot be read, or OscarCache would refuse the model, with its reason.
+
+    Example:
+
+    ```python
+    from oscar_hf import plan
+
+    print(plan("Qwen/Qwen3-8B", context=131072))
+    ```
     """
     if not isinstance(name, (str, os.PathLike)):
         raise OscarError(f"a model is named by a folder or a Hub repository id, got a {type(name).__name__}")
@@ -101,8 +148,8 @@ def plan(
         config = AutoConfig.from_pretrained(name, revision=revision, **options)
     except Exception as error:
         # Configs come from strangers, and transformers checks them with exceptions of many kinds.
-        hint = "" if gguf_file or not any(Path(name).glob("*.gguf")) else "; name its GGUF file with --gguf-file"
-        raise OscarError(f"cannot read the config of {name!r}: {first_line(error)}{hint}") from error
+        reason = first_line(error) + gguf_hint(name, gguf_file)
+        raise OscarError(f"cannot read the config of {name!r}: {reason}") from error
     loaded = Artifact.load(artifact, subfolder=subfolder) if artifact else Artifact.data_free("hadamard")
     return plan_config(config, loaded, name, context=context, max_cache_len=max_cache_len)
 
@@ -123,9 +170,9 @@ def plan_config(
         warnings.simplefilter("always")
         cache = OscarCache(config, artifact=artifact, max_cache_len=max_cache_len)
     notes = [str(w.message).removeprefix("oscar_hf: ") for w in caught if str(w.message).startswith("oscar_hf: ")]
-    context = max_cache_len or context or compat.longest_context(decoder, DEFAULT_CONTEXT)
+    context = max_cache_len or context or compat.longest_context(decoder, PLAN_CONTEXT)
     eager = "packed, but transformers offers the model no sdpa attention, and eager attention runs in PyTorch"
-    eager = eager if compat.supports_sdpa(config) is False else ""
+    eager = eager if supports_sdpa(config) is False else ""
     types = compat.layer_types(decoder)
     layers = []
     for index, (layer, kind) in enumerate(zip(cache.layers, types)):
@@ -141,8 +188,15 @@ def plan_config(
         notes.append("self-attention of the decoder alone: pass EncoderDecoderCache(OscarCache(...), DynamicCache())")
     constants = {id(layer.constants): layer.constants.nbytes for layer in cache.oscar_layers}
     return Plan(
-        name, decoder.model_type, artifact.source, context, max_cache_len is not None, layers, sum(constants.values()), notes
-    )  # fmt: skip
+        model=name,
+        model_type=decoder.model_type,
+        artifact=artifact.source,
+        context=context,
+        is_static=max_cache_len is not None,
+        layers=layers,
+        constants=sum(constants.values()),
+        notes=notes,
+    )
 
 
 def _packed(
@@ -157,28 +211,42 @@ def _packed(
     twin = OscarLayer(layer.config, artifact, layer.layer_idx)
     twin.lazy_initialization(*states)
     query = torch.empty(1, geometry.query_heads, 1, geometry.key_dim, dtype=_DTYPE, device="meta")
-    why = eager or decode_problem(query, twin.decode_store())
-    history = max(0, context - layer.sink - layer.ring_size)
-    rows = (layer.key_rows, layer.value_rows)
-    for side in rows:
-        side.reserve(history)
-    windows = (layer.sink_keys, layer.sink_values, layer.ring_keys, layer.ring_values)
+    why = eager or decode_problem(query, twin.store.decode_store())
+    store = layer.store
+    for side in store.sides:
+        side.rows.reserve(max(0, context - store.sink - store.ring_size))
     elements = geometry.kv_heads * (geometry.key_dim + geometry.value_dim)
-    stored = _bytes_per_token(twin)
+    stored = _bytes_per_token(twin.store)
     return LayerPlan(
-        kind, PYTORCH if why else FUSED, why or _FUSED_WHERE, geometry.kv_heads, geometry.query_heads // geometry.kv_heads,
-        geometry.key_dim, geometry.value_dim, layer.key_rows.group_size, 8 * stored / elements, stored, 2 * elements,
-        sum(window.nbytes for window in windows) + sum(side.code_bytes + side.qparam_bytes for side in rows),
-        2 * elements * context,
-    )  # fmt: skip
+        type=kind,
+        path=PYTORCH if why else FUSED,
+        why=why or _FUSED_WHERE,
+        **_sizes(geometry),
+        group_size=store.keys.format.group_size,
+        bits_per_element=8 * stored / elements,
+        token_bytes=stored,
+        token_bytes_bf16=2 * elements,
+        bytes=sum(size for region, size in store.region_bytes().items() if region != "constants"),
+        bytes_bf16=2 * elements * context,
+    )
 
 
-def _bytes_per_token(layer: OscarLayer) -> int:
-    """Bytes that one packed token takes in an empty growing layer's stores."""
+def _sizes(geometry: compat.Geometry) -> dict[str, int]:
+    """The fields of a LayerPlan that follow from a layer's geometry."""
+    return {
+        "kv_heads": geometry.kv_heads,
+        "queries_per_head": geometry.query_heads // geometry.kv_heads,
+        "key_dim": geometry.key_dim,
+        "value_dim": geometry.value_dim,
+    }
+
+
+def _bytes_per_token(store: LayerStore) -> int:
+    """Bytes that one packed token takes in an empty growing store."""
     total = 0
-    for side in (layer.key_rows, layer.value_rows):
-        side.reserve(1)
-        total += (side.code_bytes + side.qparam_bytes) // side.capacity
+    for side in store.sides:
+        side.rows.reserve(1)
+        total += (side.rows.code_bytes + side.rows.qparam_bytes) // side.rows.capacity
     return total
 
 
@@ -186,19 +254,26 @@ def _native(layer, kind: str, geometry: compat.Geometry, context: int) -> LayerP
     kept, has_state = compat.native_tokens(layer, context)
     why = "transformers' own layer" + (" with a state of fixed size, which is not counted" if has_state else "")
     if not kept:
-        return LayerPlan(kind, NATIVE, why)
+        return LayerPlan(type=kind, path=NATIVE, why=why)
     elements = geometry.kv_heads * (geometry.key_dim + geometry.value_dim)
     # A window that is full takes no more.
     more = 2 * elements if kept == context else 0
     return LayerPlan(
-        kind, NATIVE, why, geometry.kv_heads, geometry.query_heads // geometry.kv_heads, geometry.key_dim,
-        geometry.value_dim, 0, 16.0, more, more, 2 * elements * kept, 2 * elements * kept,
-    )  # fmt: skip
+        type=kind,
+        path=NATIVE,
+        why=why,
+        **_sizes(geometry),
+        bits_per_element=16.0,
+        token_bytes=more,
+        token_bytes_bf16=more,
+        bytes=2 * elements * kept,
+        bytes_bf16=2 * elements * kept,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ printing
 def _runs(layers: list[LayerPlan], key: Callable) -> list[tuple[str, list[LayerPlan]]]:
-    """Neighbouring layers with equal keys: their label, and they."""
+    """Neighboring layers with equal keys: their label, and they."""
     runs: list[tuple[int, list[LayerPlan]]] = []
     for index, layer in enumerate(layers):
         if runs and key(runs[-1][1][0]) == key(layer):
