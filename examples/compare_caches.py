@@ -26,7 +26,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from oscar_hf import OscarCache
-from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
+from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 PROMPT, STEPS = 450, 20
 COMMON = dict(

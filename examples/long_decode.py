@@ -28,9 +28,9 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from oscar_hf import OscarCache, OscarError
-from oscar_hf.cache.layer import DRAFT_MARGIN
-from oscar_hf.cli.main import load_model, writable_file
-from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
+from oscar_hf.cli.loading import load_model, writable_file
+from oscar_hf.storage.layer_store import DRAFT_MARGIN
+from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 
 def arguments():
@@ -65,7 +65,7 @@ def sample(logits: torch.Tensor, forbidden: list[int], args, generator) -> torch
 
 def exact_tokens(cache: OscarCache) -> int:
     """The most tokens that any layer holds unpacked."""
-    return max(layer.held - layer.history for layer in cache.oscar_layers)
+    return max(layer.store.held - layer.store.history for layer in cache.oscar_layers)
 
 
 def step(model, tokens: torch.Tensor, cache) -> torch.Tensor:

@@ -16,8 +16,8 @@ from fetch_demo_model import GGUF_FILE, fetch
 from transformers import DynamicCache
 
 from oscar_hf import OscarCache, OscarError
-from oscar_hf.cli.main import DTYPES, load_model, writable_file
-from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
+from oscar_hf.cli.loading import DTYPES, load_model, writable_file
+from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 HERE = Path(__file__).parent
 DEMO_ARTIFACT = HERE.parent / "hub_artifacts" / "oscar-smollm2-135m-instruct"
