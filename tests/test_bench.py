@@ -20,6 +20,7 @@ from oscar_hf.bench.models import SHAPES, prompt_row, prompts, shaped_model, syn
 from oscar_hf.bench.report import table, write_json
 from oscar_hf.bench.timing import machine
 from oscar_hf.cli.main import main
+from oscar_hf.kernels.decode.reference import decode_attention_reference
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 CPU = torch.device("cpu")
@@ -330,6 +331,15 @@ def test_bytes_count_codes_scales_and_windows():
     # 72 bytes per history token and KV head at D = G = 128: 32 + 32 of codes, 8 of scale and min.
     assert packed_bytes(Row(1, 1320)) == 8 * (1000 * 72 + 320 * 512)
     assert "32768" in ROWS[0].name
+
+
+def test_the_kernels_error_is_judged_row_by_row(monkeypatch):
+    query, store = kernel.random_store(Row(3, 400, 4, 2, 64, 64), 0, "cpu")
+    exact = decode_attention_reference(query, store)
+    monkeypatch.setattr(kernel, "decode_attention", lambda query, store: exact.float())
+    assert 0 < kernel.relative_error(query, store) < 1e-6
+    monkeypatch.setattr(kernel, "decode_attention", lambda query, store: (1.01 * exact).float())
+    assert kernel.relative_error(query, store) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_rows_are_chosen_by_number_range_and_name():

@@ -87,21 +87,21 @@ def choose_rows(names: list[str]) -> list[Row]:
     return chosen
 
 
-def random_store(row: Row, seed: int) -> tuple[torch.Tensor, DecodeStore]:
-    """A BF16 query [B, Hq, 1, D] and a store of random codes, scales, windows and rotations on the GPU."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+def random_store(row: Row, seed: int, device: str = "cuda") -> tuple[torch.Tensor, DecodeStore]:
+    """A BF16 query [B, Hq, 1, D] and a store of random codes, scales, windows and rotations on a device."""
+    generator = torch.Generator(device).manual_seed(seed)
     history, dim = row.tokens - SINK - RECENT, row.head_dim
     if history < 1:
         raise ValueError(f"a row needs more than {SINK + RECENT} tokens, got {row.tokens}")
 
     def normal(*shape, dtype=torch.bfloat16):
-        return torch.randn(*shape, device="cuda", dtype=dtype, generator=generator)
+        return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
 
     def rows():
         capacity = row.capacity or -(-history // 64) * 64
-        packed = PackedRows(row.batch, row.kv_heads, dim, row.group_size, False, "cuda", capacity)
+        packed = PackedRows(row.batch, row.kv_heads, dim, row.group_size, False, device, capacity)
         packed.codes.random_(-(1 << 15), (1 << 15) - 1, generator=generator)
-        packed.scale.copy_(torch.rand(packed.scale.shape, device="cuda", generator=generator) * 0.6 + 0.5)
+        packed.scale.copy_(torch.rand(packed.scale.shape, device=device, generator=generator) * 0.6 + 0.5)
         packed.min.copy_(-1.5 * packed.scale + 0.2 * normal(*packed.min.shape, dtype=torch.float16))
         return packed
 
@@ -112,7 +112,7 @@ def random_store(row: Row, seed: int) -> tuple[torch.Tensor, DecodeStore]:
         return torch.linalg.qr(normal(row.kv_heads, dim, dim, dtype=torch.float32))[0].contiguous()
 
     def length(tokens):
-        return torch.tensor([tokens], dtype=torch.int32, device="cuda") if row.capacity else tokens
+        return torch.tensor([tokens], dtype=torch.int32, device=device) if row.capacity else tokens
 
     form = SideFormat(dim, row.group_size, symmetric=False, rule=ScaleRule())
     windows = [{"sink": window(SINK), "ring": window(RECENT)} for _ in "kv"]
@@ -138,12 +138,8 @@ def relative_error(query: torch.Tensor, store: DecodeStore) -> float:
     torch.use_deterministic_algorithms(False)
     error = reference_norm = 0.0
     for b in range(query.shape[0]):
-        fields = {
-            f.name: getattr(store, f.name)[b : b + 1]
-            for f in dataclasses.fields(store)
-            if isinstance(getattr(store, f.name), torch.Tensor) and getattr(store, f.name).dim() == 4
-        }
-        expected = decode_attention_reference(query[b : b + 1], dataclasses.replace(store, **fields))
+        keys, values = (side.mapped(lambda t, b=b: t[b : b + 1]) for side in (store.keys, store.values))
+        expected = decode_attention_reference(query[b : b + 1], dataclasses.replace(store, keys=keys, values=values))
         error += (output[b : b + 1].double() - expected).square().sum().item()
         reference_norm += expected.square().sum().item()
     return (error / reference_norm) ** 0.5
