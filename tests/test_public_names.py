@@ -2,9 +2,12 @@
 
 import ast
 import importlib
+import inspect
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,27 @@ def test_what_editors_see_is_what_python_gives():
     errors = {"ArtifactError", "CacheStateError", "OscarError", "UnsupportedModelError"}
     assert set(oscar_hf.__all__) == set(seen) | errors
     assert (PACKAGE / "py.typed").is_file()
+
+
+def documented():
+    """Public functions, and public classes with their public methods: (name, docstring)."""
+    for name in oscar_hf.__all__:
+        value = getattr(oscar_hf, name)
+        yield name, inspect.getdoc(value)
+        for method, member in vars(value).items() if isinstance(value, type) else ():
+            function = getattr(member, "__func__", member)
+            if not method.startswith("_") and inspect.isfunction(function):
+                yield f"{name}.{method}", inspect.getdoc(function)
+
+
+def test_public_things_are_documented_with_examples_that_are_python():
+    examples = {}
+    for name, text in documented():
+        assert text, name
+        for block in re.findall("```python\n(.*?)```", text, re.DOTALL):
+            examples[name] = ast.parse(textwrap.dedent(block))
+    functions = {name for name in oscar_hf._HOMES if inspect.isfunction(getattr(oscar_hf, name))}
+    assert functions - {"register_attention"} | {"Artifact.load", "OscarCache", "OscarConfig"} <= set(examples)
 
 
 # ------------------------------------------------------------------------------------------------------ requirements

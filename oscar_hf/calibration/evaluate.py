@@ -44,6 +44,8 @@ class Quality:
     Example:
 
     ```python
+    from oscar_hf import evaluate
+
     quality = evaluate(model, artifact, sequences)
     print(f"{quality.kl:.4f} nats, {quality.agreement:.0%} equal tokens at {quality.bits:.2f} bits")
     ```
