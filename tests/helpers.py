@@ -4,6 +4,8 @@ import torch
 
 from oscar_hf import Artifact, OscarConfig
 from oscar_hf.artifact.layer_constants import LayerConstants
+from oscar_hf.quantization.quantizer import ScaleRule
+from oscar_hf.quantization.side import Side, SideFormat
 
 ZOO_V1 = ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt")
 ZOO_V2 = ("k_rotation_perhead.pt", "v_rotation_perhead.pt")
@@ -47,6 +49,13 @@ def calibrated_artifact(layers=3, heads=2, dim=16, value_dim=None, seed=0, **fie
         num_hidden_layers=layers, num_key_value_heads=heads, head_dim=dim, value_head_dim=value_dim, model_type="llama"
     ) | fields  # fmt: skip
     return Artifact(OscarConfig.from_recipe("default", **fields), made)
+
+
+def side_of(rows, rule=None, transform=None, mean=None, metric=None, inverse=None, sink=None, ring=None):
+    """A Side over a PackedRows; rule: a ScaleRule, its name, or None for the plain range."""
+    rule = ScaleRule.parse(rule) if isinstance(rule, str) else rule or ScaleRule()
+    form = SideFormat(rows.head_dim, rows.group_size, rows.symmetric, rule, transform is None and inverse is None)
+    return Side(form, rows, transform, inverse, mean, metric, sink, ring)
 
 
 def zoo_state(layers, *shape, version=1, seed=0):

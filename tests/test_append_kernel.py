@@ -13,6 +13,8 @@ if not torch.cuda.is_available():
     # Must be set before the kernels are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from helpers import side_of
+
 from oscar_hf.kernels import append, launch
 from oscar_hf.kernels.append import append_rows, append_rows_reference, append_rows_triton
 from oscar_hf.quantization.packed_rows import PackedRows
@@ -73,30 +75,26 @@ def random_store(batch, heads, head_dim, group_size, symmetric):
     """A store full of noise, so that comparing whole tensors also shows a write outside of the appended tokens."""
     rows = PackedRows(batch, heads, head_dim, group_size, symmetric, "cpu", CAPACITY)
     rows.codes.copy_(torch.randint(-(2**15), 2**15, rows.codes.shape))
-    for tensor in rows.tensors[1:]:
+    for tensor in list(rows.named.values())[1:]:
         tensor.copy_(torch.randn(tensor.shape))
     return rows
 
 
 def store_copy(rows, device):
-    other = PackedRows(*rows.codes.shape[:2], rows.head_dim, rows.group_size, rows.symmetric, "cpu")
-    other.codes, other.scale, other.min = rows.codes, rows.scale, rows.min
-    other.map(lambda tensor: tensor.to(device, copy=True))
-    return other
+    return rows.mapped(lambda tensor: tensor.to(device, copy=True))
 
 
 def append_both(rows, start, x, transform, mean, rule, metric, device):
     """Append with the reference on the CPU and with the kernel on `device`; both stores come back on the CPU."""
     expected, got = store_copy(rows, "cpu"), store_copy(rows, device)
-    append_rows_reference(expected, start, x, transform, mean, rule, metric)
+    append_rows_reference(side_of(expected, rule, transform, mean, metric), start, x)
     on_device = [None if t is None else t.to(device) for t in (x, transform, mean, metric)]
-    append_rows_triton(got, start, on_device[0], on_device[1], on_device[2], rule, on_device[3])
-    got.map(torch.Tensor.cpu)
-    return expected, got
+    append_rows_triton(side_of(got, rule, on_device[1], on_device[2], on_device[3]), start, on_device[0])
+    return expected, got.mapped(torch.Tensor.cpu)
 
 
 def assert_same_store(expected, got):
-    for a, b in zip(expected.tensors, got.tensors):
+    for a, b in zip(expected.named.values(), got.named.values()):
         assert torch.equal(a, b)
 
 
@@ -243,10 +241,10 @@ def test_appends_in_pieces(head_dim, device, monkeypatch):
     rule = ScaleRule.parse("percentile(0.9)")
     rows = random_store(1, 2, head_dim, 64, False)
     expected, got = store_copy(rows, "cpu"), store_copy(rows, device)
-    append_rows_reference(expected, 1, x, None, None, rule, None)
+    append_rows_reference(side_of(expected, rule), 1, x)
     for begin, end in ((6, 7), (0, 3), (7, 12), (3, 6)):
-        append_rows_triton(got, 1 + begin, x[:, :, begin:end].to(device), None, None, rule, None)
-    got.map(torch.Tensor.cpu)
+        append_rows_triton(side_of(got, rule), 1 + begin, x[:, :, begin:end].to(device))
+    got = got.mapped(torch.Tensor.cpu)
     assert_same_store(expected, got)
 
 
@@ -261,14 +259,14 @@ def test_any_strides(device, monkeypatch):
         rows = random_store(2, 3, head_dim, 8, False)
         expected, got = store_copy(rows, "cpu"), store_copy(rows, device)
         # A store narrowed to part of the batch keeps the strides of the whole.
-        wide = [torch.cat([t, t]) for t in got.tensors]
+        wide = [torch.cat([t, t]) for t in got.named.values()]
         got.codes, got.scale, got.min = (t[1:3] for t in wide)
-        before = [t.clone() for t in got.tensors]
+        before = [t.clone() for t in got.named.values()]
         expected.codes, expected.scale, expected.min = (t.cpu() for t in before)
-        append_rows_reference(expected, 4, piece, transform, None, rule, None)
+        append_rows_reference(side_of(expected, rule, transform), 4, piece)
         moved = x.to(device)[..., :head_dim] if piece.stride(-1) == 1 else x.to(device)[..., ::2]
-        append_rows_triton(got, 4, moved, transform.to(device), None, rule, None)
-        got.map(torch.Tensor.cpu)
+        append_rows_triton(side_of(got, rule, transform.to(device)), 4, moved)
+        got = got.mapped(torch.Tensor.cpu)
         assert_same_store(expected, got)
 
 
@@ -277,15 +275,15 @@ def test_nothing_to_append_and_errors(device):
     rows = random_store(1, 2, 16, 16, False)
     got = store_copy(rows, device)
     plain = ScaleRule()
-    append_rows_triton(got, 5, torch.zeros(1, 2, 0, 16, device=device), None, None, plain, None)
+    append_rows_triton(side_of(got, plain), 5, torch.zeros(1, 2, 0, 16, device=device))
     with pytest.raises(ValueError, match="capacity"):
-        append_rows_triton(got, CAPACITY - 1, torch.zeros(1, 2, 2, 16, device=device), None, None, plain, None)
+        append_rows_triton(side_of(got, plain), CAPACITY - 1, torch.zeros(1, 2, 2, 16, device=device))
     with pytest.raises(ValueError, match="to fit the store"):
-        append_rows_triton(got, 0, torch.zeros(1, 3, 2, 16, device=device), None, None, plain, None)
+        append_rows_triton(side_of(got, plain), 0, torch.zeros(1, 3, 2, 16, device=device))
     weighted = ScaleRule.parse("weighted_search")
     with pytest.raises(ValueError, match="metric"):
-        append_rows_triton(got, 0, torch.zeros(1, 2, 2, 16, device=device), None, None, weighted, None)
-    got.map(torch.Tensor.cpu)
+        append_rows_triton(side_of(got, weighted), 0, torch.zeros(1, 2, 2, 16, device=device))
+    got = got.mapped(torch.Tensor.cpu)
     assert_same_store(rows, got)
 
 
@@ -295,7 +293,7 @@ def test_cpu_tensors_take_the_reference_silently(monkeypatch):
     rows = PackedRows(1, 1, 16, 16, False, "cpu", 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        append_rows(rows, 0, torch.randn(1, 1, 2, 16), None, None, ScaleRule(), None)
+        append_rows(side_of(rows), 0, torch.randn(1, 1, 2, 16))
     assert rows.scale[:, :, :2].all()
 
 
@@ -327,15 +325,15 @@ def test_gpu_tensors_take_the_kernel(monkeypatch):
     rows = PackedRows(1, 1, 16, 16, False, "cuda", 4)
     with monkeypatch.context() as patch:
         patch.setattr(append, "append_rows_reference", None)
-        append_rows(rows, 0, torch.randn(1, 1, 2, 16, device="cuda"), None, None, ScaleRule(), None)
+        append_rows(side_of(rows), 0, torch.randn(1, 1, 2, 16, device="cuda"))
     assert rows.scale[:, :, :2].all()
     rows = PackedRows(1, 1, 264, 264, False, "cuda", 4)
     x = torch.randn(1, 1, 2, 264, device="cuda")
     with pytest.warns(UserWarning, match="264"):
-        append_rows(rows, 0, x, None, None, ScaleRule(), None)
+        append_rows(side_of(rows), 0, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        append_rows(rows, 2, x, None, None, ScaleRule(), None)
+        append_rows(side_of(rows), 2, x)
 
 
 def test_one_warning_per_reason_on_a_gpu_alone(monkeypatch):
@@ -374,11 +372,12 @@ import torch
 from oscar_hf.kernels.append import append_rows
 from oscar_hf.kernels.dequantize import dequantize_rows
 from oscar_hf.kernels.launch import HAS_TRITON, triton_problem
-from oscar_hf.quantization.packed_rows import PackedRows
 from oscar_hf.quantization.quantizer import ScaleRule
+from oscar_hf.quantization.side import Side, SideFormat
 assert not HAS_TRITON and "not installed" in triton_problem()
-rows = PackedRows(1, 1, 16, 16, False, "cpu", 4)
-append_rows(rows, 0, torch.randn(1, 1, 2, 16), None, None, ScaleRule(), None)
-assert dequantize_rows(rows, 0, 2, None, None, torch.float32).isfinite().all()
+form = SideFormat(16, 16, False, ScaleRule(), True)
+side = Side(form, form.new_rows(1, 1, "cpu", 4))
+append_rows(side, 0, torch.randn(1, 1, 2, 16))
+assert dequantize_rows(side, 0, 2, torch.float32).isfinite().all()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

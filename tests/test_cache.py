@@ -5,16 +5,18 @@ import pickle
 
 import pytest
 import torch
+from dense_cache import DenseCache
 from tiny_models import prompt, tiny_config, tiny_model
 
 from oscar_hf import Artifact, ArtifactError, CacheStateError, OscarCache, OscarError, UnsupportedModelError
-from oscar_hf.cache.layer import DRAFT_MARGIN, OscarLayer
+from oscar_hf.cache.layer import OscarLayer
+from oscar_hf.storage.layer_store import DRAFT_MARGIN
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 
 
-def new_cache(**overrides):
-    return OscarCache(tiny_config("llama"), recipe="hadamard", **{**WINDOWS, **overrides})
+def new_cache(kind=OscarCache, **overrides):
+    return kind(tiny_config("llama"), recipe="hadamard", **{**WINDOWS, **overrides})
 
 
 def states(count, batch=2, heads=2, dim=16, seed=0, dtype=torch.float32):
@@ -37,13 +39,13 @@ def test_windows_are_exact_and_history_is_the_quantizers(length):
     keys, values = states(length)
     layer = one_layer()
     fill(layer, keys, values, 0, length)
-    layer.commit()
-    dense = layer.dense("k")
-    exact_from = 4 + layer.history
+    layer.store.place_waiting()
+    dense = layer.store.dense("k")
+    exact_from = 4 + layer.store.history
     assert dense.shape == keys.shape
     assert torch.equal(dense[:, :, :4], keys[:, :, :4])
     assert torch.equal(dense[:, :, exact_from:], keys[:, :, exact_from:])
-    if layer.history:
+    if layer.store.history:
         error = (dense - keys)[:, :, 4:exact_from].abs().max()
         assert 0 < error < 4
 
@@ -76,10 +78,10 @@ def test_codes_do_not_depend_on_how_tokens_arrive():
     reference = layers.pop("single")
     for name, layer in layers.items():
         assert layer.get_seq_length() == 120, name
-        both = min(layer.history, reference.history)
+        both = min(layer.store.history, reference.store.history)
         assert both >= 107
-        for kind in ("key_rows", "value_rows"):
-            for a, b in zip(getattr(layer, kind).read(0, both), getattr(reference, kind).read(0, both)):
+        for got, expected in zip(layer.store.sides, reference.store.sides):
+            for a, b in zip(got.rows.read(0, both), expected.rows.read(0, both)):
                 assert torch.equal(a, b), name
 
 
@@ -89,9 +91,9 @@ def test_exact_tokens_stay_bounded_over_a_long_decode():
     layer.update(*states(30, batch=1))
     for step in range(2500):
         layer.update(keys, values)
-        assert layer.tokens == 31 + step
-        assert layer.tokens - 4 - layer.history <= max(8, 8 - 1 + min(30, DRAFT_MARGIN) if step == 0 else 8)
-    assert layer.key_rows.capacity < 2 * layer.history
+        assert layer.store.tokens == 31 + step
+        assert layer.store.tokens - 4 - layer.store.history <= max(8, 8 - 1 + min(30, DRAFT_MARGIN) if step == 0 else 8)
+    assert layer.store.keys.rows.capacity < 2 * layer.store.history
 
 
 @pytest.mark.parametrize("keep", [119, 113, 112, 60, 5, 4, 3, 0])
@@ -99,17 +101,17 @@ def test_crop_then_append(keep):
     keys, values = states(160)
     layer = one_layer()
     fill(layer, keys, values, 0, 100, *range(101, 121))
-    before = layer.dense("k")
+    before = layer.store.dense("k")
     layer.crop(keep - 120)
     assert layer.get_seq_length() == keep
-    assert torch.equal(layer.dense("k"), before[:, :, :keep])
+    assert torch.equal(layer.store.dense("k"), before[:, :, :keep])
     fill(layer, keys[:, :, keep:], values[:, :, keep:], *range(0, 41))
-    assert layer.tokens == keep + 40
-    dense = layer.dense("k")
-    history = layer.history
+    assert layer.store.tokens == keep + 40
+    dense = layer.store.dense("k")
+    history = layer.store.history
     assert torch.equal(dense[:, :, :4], keys[:, :, :4])
     assert torch.equal(dense[:, :, 4 + history :], keys[:, :, 4 + history : keep + 40])
-    assert layer.tokens - 4 - history == 8
+    assert layer.store.tokens - 4 - history == 8
 
 
 def test_crop_understands_the_older_absolute_form_and_refuses_nothing_silently():
@@ -127,14 +129,14 @@ def test_batch_operations_are_bit_identical_gathers():
     keys, values = states(80, batch=3)
     layer = one_layer()
     fill(layer, keys, values, 0, 60, *range(61, 81))
-    dense = layer.dense("v")
+    dense = layer.store.dense("v")
     order = torch.tensor([2, 2, 0, 1])
     layer.reorder_cache(order)
-    assert torch.equal(layer.dense("v"), dense[order])
+    assert torch.equal(layer.store.dense("v"), dense[order])
     layer.batch_repeat_interleave(2)
-    assert torch.equal(layer.dense("v"), dense[order].repeat_interleave(2, 0))
+    assert torch.equal(layer.store.dense("v"), dense[order].repeat_interleave(2, 0))
     layer.batch_select_indices(torch.tensor([True] + [False] * 7))
-    assert torch.equal(layer.dense("v"), dense[2:])
+    assert torch.equal(layer.store.dense("v"), dense[2:])
     assert layer.batch_size == 1
 
 
@@ -146,7 +148,7 @@ def test_deepcopy_and_pickle_copy_packed_data_and_share_constants():
         model(input_ids=ids, past_key_values=cache)
         twin, loaded = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
         assert twin.layers[0].constants is cache.layers[0].constants
-        assert twin.layers[0].key_rows.codes.data_ptr() != cache.layers[0].key_rows.codes.data_ptr()
+        assert twin.layers[0].store.keys.rows.codes.data_ptr() != cache.layers[0].store.keys.rows.codes.data_ptr()
         outputs = [model(input_ids=ids[:, :1], past_key_values=c).logits for c in (cache, twin, loaded)]
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     cache.crop(-61)
@@ -160,7 +162,7 @@ def test_reset_and_reuse():
     options = dict(attention_mask=mask, past_key_values=cache, max_new_tokens=10, do_sample=False)
     first = model.generate(ids, **options)
     cache.reset()
-    assert cache.get_seq_length() == 0 and cache.layers[0].starts is None
+    assert cache.get_seq_length() == 0 and cache.layers[0].store.padding.rows == []
     assert torch.equal(first, model.generate(ids, **options))
 
 
@@ -169,7 +171,7 @@ def test_beam_search_runs_and_keeps_the_best_beam():
     ids, mask = prompt(2, 40, (0, 6))
     results = []
     for dense in (False, True):
-        cache = new_cache(_returns_dense=dense)
+        cache = new_cache(DenseCache if dense else OscarCache)
         if dense:
             cache.set_padding(mask.repeat_interleave(3, 0))
         results.append(
@@ -204,8 +206,8 @@ def test_stale_handles_are_refused():
 def test_wrong_states_are_refused_and_leave_the_cache_as_it_was():
     layer = one_layer()
     layer.update(*states(30))
-    layer.commit()
-    before = layer.dense("k")
+    layer.store.place_waiting()
+    before = layer.store.dense("k")
     for bad, message in (
         (states(1, batch=3), "batch"),
         (states(1, heads=4), "KV heads"),
@@ -213,7 +215,7 @@ def test_wrong_states_are_refused_and_leave_the_cache_as_it_was():
     ):
         with pytest.raises(CacheStateError, match=message):
             layer.update(*bad)
-    assert torch.equal(layer.dense("k"), before)
+    assert torch.equal(layer.store.dense("k"), before)
     with pytest.raises(UnsupportedModelError, match="multiples of 8"):
         one_layer().update(*states(1, dim=12))
     with pytest.raises(UnsupportedModelError, match="no latent"):
@@ -280,7 +282,7 @@ def test_group_sizes_matter_to_packed_layers_alone(family):
 def test_padding_may_be_stated_only_before_the_first_tokens():
     cache = new_cache()
     cache.set_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
-    assert cache.layers[0].starts == [2, 0]
+    assert cache.layers[0].store.padding.rows == [2, 0]
     cache.layers[0].update(*states(20))
     with pytest.raises(CacheStateError, match="before the first tokens"):
         cache.set_padding(torch.ones(2, 20))
@@ -314,7 +316,7 @@ def test_only_the_latest_layer_holds_its_prompt():
     ids, _ = prompt(1, 200)
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
-    assert [layer.pending is not None for layer in cache.layers] == [False, False, True]
+    assert [layer.store.waiting is not None for layer in cache.layers] == [False, False, True]
 
 
 def test_memory_report_adds_up():
@@ -326,7 +328,7 @@ def test_memory_report_adds_up():
     report = cache.memory_report()
     assert report.total_bytes == sum(report.by_region.values()) == sum(layer.total_bytes for layer in report.layers)
     assert report.bf16_bytes == 2 * 2 * 700 * 2 * 2 * (64 + 64)
-    rows = cache.layers[0].key_rows
+    rows = cache.layers[0].store.keys.rows
     assert report.layers[0].regions["codes"] == 2 * rows.codes.nbytes
     assert rows.capacity <= 700
     # One int16 word holds 8 codes: 2 bits an element.
@@ -363,7 +365,7 @@ def test_uniform_eager_weights_are_not_padding():
             model(input_ids=ids[:, :1], past_key_values=cache).logits,
         ]
         expected = model(input_ids=torch.full((1, 21), 5)).logits
-    assert cache.layers[0].starts is None
+    assert cache.layers[0].store.padding.rows == []
     torch.testing.assert_close(torch.cat(got, 1), expected, atol=1e-4, rtol=1e-3)
 
 
@@ -398,7 +400,7 @@ def test_prompt_in_inference_mode_then_outside():
 def test_autocast_packs_and_attends_in_our_dtypes(attn):
     model = tiny_model("llama", attn)
     ids, _ = prompt(1, 60)
-    handles, dense = new_cache(), new_cache(_returns_dense=True)
+    handles, dense = new_cache(), new_cache(DenseCache)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for cache in (handles, dense):
             model(input_ids=ids, past_key_values=cache)
@@ -430,7 +432,7 @@ def test_padding_is_learnt_also_with_gradients(attn):
     cache = new_cache()
     model(input_ids=ids, attention_mask=mask, past_key_values=cache)
     cache.commit()
-    assert cache.layers[0].starts == [0, 13]
+    assert cache.layers[0].store.padding.rows == [0, 13]
 
 
 def test_padding_of_another_batch_is_refused():
@@ -447,12 +449,12 @@ def test_an_empty_cache_takes_another_batch_and_dtype():
     for empty in (cache.reset, lambda: cache.crop(-30)):
         empty()
         layer.update(*states(20, batch=3, dtype=torch.bfloat16))
-        layer.commit()
-        assert layer.batch_size == 3 and layer.dense("k").dtype == torch.bfloat16
+        layer.store.place_waiting()
+        assert layer.batch_size == 3 and layer.store.dense("k").dtype == torch.bfloat16
         cache.reset()
         layer.update(*states(30))
-        layer.commit()
-        assert layer.dense("k").dtype == torch.float32
+        layer.store.place_waiting()
+        assert layer.store.dense("k").dtype == torch.float32
 
 
 def test_feeding_the_same_prompt_again_warns():
@@ -501,12 +503,12 @@ def test_failing_to_place_a_prompt_keeps_it(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("oscar_hf.cache.layer.append_rows", fail)
+        patch.setattr("oscar_hf.storage.layer_store.append_rows", fail)
         with pytest.raises(MemoryError):
-            layer.commit()
+            layer.store.place_waiting()
     assert layer.get_seq_length() == 60
-    layer.commit()
-    assert torch.equal(layer.dense("k")[:, :, -8:], keys[:, :, -8:])
+    layer.store.place_waiting()
+    assert torch.equal(layer.store.dense("k")[:, :, -8:], keys[:, :, -8:])
 
 
 def test_a_deleted_cache_is_freed_at_once():

@@ -11,10 +11,13 @@ if not torch.cuda.is_available():
     # Must be set before the kernels are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from helpers import side_of
+
 from oscar_hf.kernels import launch
 from oscar_hf.kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts, splits_in_use
 from oscar_hf.kernels.decode.reference import decode_attention_reference, mask_facts_reference
 from oscar_hf.kernels.decode.tuning import choose_tuning
+from oscar_hf.quantization.packed_rows import PackedRows
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and not launch.interpreting(), reason="needs Triton, with a GPU or interpreted"
@@ -54,29 +57,20 @@ def make(
         return torch.randn(batch, kv_heads, count, dim).to(dtype)
 
     per = kv_heads if per_head else None
-    k_scale, v_scale = scale(), scale()
-    store = DecodeStore(
-        k_codes=codes(),
-        k_scale=k_scale,
-        k_min=low(k_scale),
-        v_codes=codes(),
-        v_scale=v_scale,
-        v_min=low(v_scale),
-        sink_k=rows(sink),
-        sink_v=rows(sink),
-        ring_k=rows(ring),
-        ring_v=rows(ring),
-        length=sink + history + recent,
-        history=history,
-        key_query=orthogonal(dim, per) if rotate else None,
-        value_inverse=orthogonal(dim, per) if rotate else None,
-        key_mean=torch.randn(kv_heads, dim) * 0.3 if mean else None,
-        start=None if start is None else torch.tensor(start, dtype=torch.int32),
-    )
+
+    def side(mean):
+        steps = scale()
+        tensors = {"codes": codes(), "scale": steps, "min": low(steps)}
+        packed = PackedRows.of({name: x.to(DEVICE) for name, x in tensors.items() if x is not None}, dim)
+        inverse = orthogonal(dim, per).to(DEVICE).mT if rotate else None
+        center = (torch.randn(kv_heads, dim) * 0.3).to(DEVICE) if mean else None
+        windows = dict(sink=rows(sink).to(DEVICE), ring=rows(ring).to(DEVICE))
+        return side_of(packed, inverse=inverse, mean=center, **windows)
+
+    start = None if start is None else torch.tensor(start, dtype=torch.int32, device=DEVICE)
+    store = DecodeStore(side(mean), side(False), sink + history + recent, history, start)
     query = (torch.randn(batch, heads, new, dim) * query_size).to(dtype)
-    moved = {f.name: getattr(store, f.name) for f in dataclasses.fields(store)}
-    moved = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in moved.items()}
-    return query.to(DEVICE), DecodeStore(**moved)
+    return query.to(DEVICE), store
 
 
 def poisoned(query, store, **call):
@@ -260,8 +254,9 @@ def test_softcap_and_sink_logits():
 def test_scores_that_rise_all_along_the_history():
     # Later keys are larger, so that the running maximum has to follow again and again.
     query, store = make(history=400, heads=2, query_size=2.0)
-    growth = torch.linspace(0.1, 6, store.k_scale.shape[2], device=DEVICE).half()[None, None, :, None]
-    store.k_scale, store.k_min = store.k_scale * growth, store.k_min * growth
+    rows = store.keys.rows
+    growth = torch.linspace(0.1, 6, rows.capacity, device=DEVICE).half()[None, None, :, None]
+    rows.scale, rows.min = rows.scale * growth, rows.min * growth
     check(query, store, factor=3, tuning=dataclasses.replace(choose_tuning(query, store), splits=1))
 
 
@@ -269,11 +264,12 @@ def test_scores_that_rise_all_along_the_history():
 def test_extreme_queries_and_means(size, shift):
     query, store = make(history=131, heads=2, mean=True, query_size=size)
     shrink = 1 / size
-    store.k_scale, store.k_min = (store.k_scale * shrink).clamp(max=6e4), store.k_min * shrink
-    store.sink_k, store.ring_k = store.sink_k * shrink, store.ring_k * shrink
+    keys = store.keys
+    keys.rows.scale, keys.rows.min = (keys.rows.scale * shrink).clamp(max=6e4), keys.rows.min * shrink
+    keys.sink, keys.ring = keys.sink * shrink, keys.ring * shrink
     # q.mu = shift for both heads: a constant far from the windows' scores, which decides who wins.
     rows = query[0, :, 0].double()
-    store.key_mean = torch.linalg.lstsq(rows, torch.full((2, 1), shift, device=DEVICE).double()).solution.T.float()
+    keys.mean = torch.linalg.lstsq(rows, torch.full((2, 1), shift, device=DEVICE).double()).solution.T.float()
     check(query, store, factor=4)
 
 
@@ -293,9 +289,11 @@ def test_room_for_more_changes_nothing():
     query, store = make(history=200, capacity=320)
     tuning = dataclasses.replace(choose_tuning(query, store), block=16, splits=4)
     length, history = (torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (store.length, store.history))
-    more = {name: getattr(store, name) for name in ("k_codes", "k_scale", "k_min", "v_codes", "v_scale", "v_min")}
-    more = {name: torch.cat([x] * 5, 2) for name, x in more.items()}
-    large = dataclasses.replace(store, length=length, history=history, **more)
+    sides = (
+        dataclasses.replace(side, rows=side.rows.mapped(lambda x: torch.cat([x] * 5, 2)))
+        for side in (store.keys, store.values)
+    )
+    large = DecodeStore(*sides, length, history)
     out = poisoned(query, large, tuning=tuning)
     assert torch.equal(out, decode_attention(query, store, tuning=tuning))
 
@@ -323,16 +321,16 @@ def test_several_batch_rows_per_program(together):
 
 def test_inverse_as_a_view_of_the_transform():
     query, store = make(history=140, kv_heads=2, heads=4, per_head=True)
-    turned = dataclasses.replace(store, value_inverse=store.value_inverse.mT.contiguous().mT)
+    values = store.values
+    store.values = dataclasses.replace(values, inverse=values.inverse.contiguous())
+    turned = dataclasses.replace(store, values=dataclasses.replace(values, inverse=values.inverse.mT.contiguous().mT))
     assert torch.equal(decode_attention(query, turned), decode_attention(query, store))
 
 
 def test_strided_arguments():
     query, store = make(batch=2, heads=4, kv_heads=2, history=140, new=2)
-    names = [f.name for f in dataclasses.fields(store) if isinstance(getattr(store, f.name), torch.Tensor)]
-    buffers = {name: getattr(store, name) for name in names if getattr(store, name).dim() == 4}
-    every_other = {name: x.repeat_interleave(2, 0)[::2] for name, x in buffers.items()}
-    strided = dataclasses.replace(store, **every_other)
+    sides = (side.mapped(lambda x: x.repeat_interleave(2, 0)[::2]) for side in (store.keys, store.values))
+    strided = DecodeStore(*sides, store.length, store.history)
     turned = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert not turned.is_contiguous()
     assert torch.equal(decode_attention(turned, strided), decode_attention(query, store))
@@ -344,7 +342,8 @@ def test_what_the_kernel_does_not_take_is_named():
     assert "new tokens" in decode_problem(*make(new=17))
     assert "groups" in decode_problem(*make(group=16))
     query, store = make()
-    assert "min" in decode_problem(query, dataclasses.replace(store, v_min=None))
+    store.values.rows.min = None
+    assert "min" in decode_problem(query, store)
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU only

@@ -9,6 +9,8 @@ if not torch.cuda.is_available():
     # Must be set before the kernels are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from helpers import side_of
+
 from oscar_hf.kernels import dequantize, launch
 from oscar_hf.kernels.dequantize import dequantize_rows, dequantize_rows_reference, dequantize_rows_triton
 from oscar_hf.quantization.packed_rows import PackedRows
@@ -54,10 +56,10 @@ def random_store(batch, heads, head_dim, group_size, symmetric, capacity, genera
 
 def dequantize_both(rows, start, stop, inverse, mean, dtype, device):
     """The float64 reference, and the kernel's result on the CPU."""
-    expected = dequantize_rows_reference(rows, start, stop, inverse, mean, torch.float64)
-    rows.map(lambda tensor: tensor.to(device))
+    expected = dequantize_rows_reference(side_of(rows, mean=mean, inverse=inverse), start, stop, torch.float64)
+    rows = rows.mapped(lambda tensor: tensor.to(device))
     inverse, mean = (None if t is None else t.to(device) for t in (inverse, mean))
-    return expected, dequantize_rows_triton(rows, start, stop, inverse, mean, dtype).cpu()
+    return expected, dequantize_rows_triton(side_of(rows, mean=mean, inverse=inverse), start, stop, dtype).cpu()
 
 
 def matrix(heads, dim, per_head, generator):
@@ -113,11 +115,11 @@ def test_strided_store_and_matrix(device):
     """A store narrowed to part of the batch, and a matrix that is a transposed view."""
     generator = torch.Generator().manual_seed(0)
     rows = random_store(3, 2, 64, 32, False, 64, generator)
-    rows.map(lambda tensor: tensor[1:])
+    rows = rows.mapped(lambda tensor: tensor[1:])
     inverse = matrix(2, 64, True, generator).mT
-    expected = dequantize_rows_reference(rows, 1, 6, inverse, None, torch.float64)
-    rows.codes, rows.scale, rows.min = (torch.cat([t[:1], t]).to(device)[1:] for t in rows.tensors)
-    got = dequantize_rows_triton(rows, 1, 6, inverse.mT.to(device).mT, None, torch.float32)
+    expected = dequantize_rows_reference(side_of(rows, inverse=inverse), 1, 6, torch.float64)
+    rows = rows.mapped(lambda t: torch.cat([t[:1], t]).to(device)[1:])
+    got = dequantize_rows_triton(side_of(rows, inverse=inverse.mT.to(device).mT), 1, 6, torch.float32)
     assert_close(got.cpu(), expected, torch.float32)
 
 
@@ -125,7 +127,7 @@ def test_a_range_beyond_the_store_is_an_error(device):
     """The kernel would read past the buffers."""
     rows = PackedRows(1, 1, 16, 16, False, device, 8)
     with pytest.raises(ValueError, match="capacity"):
-        dequantize_rows_triton(rows, 4, 9, None, None, torch.float32)
+        dequantize_rows_triton(side_of(rows), 4, 9, torch.float32)
 
 
 def test_cpu_tensors_and_float64_take_the_reference(monkeypatch):
@@ -134,11 +136,11 @@ def test_cpu_tensors_and_float64_take_the_reference(monkeypatch):
     rows = random_store(1, 1, 16, 16, False, 8, torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.float64):
         assert torch.equal(
-            dequantize_rows(rows, 1, 5, None, None, dtype), dequantize_rows_reference(rows, 1, 5, None, None, dtype)
+            dequantize_rows(side_of(rows), 1, 5, dtype), dequantize_rows_reference(side_of(rows), 1, 5, dtype)
         )
     if torch.cuda.is_available():
-        rows.map(torch.Tensor.cuda)
-        assert dequantize_rows(rows, 1, 5, None, None, torch.float64).dtype == torch.float64
+        rows = rows.mapped(torch.Tensor.cuda)
+        assert dequantize_rows(side_of(rows), 1, 5, torch.float64).dtype == torch.float64
 
 
 @pytest.mark.gpu
@@ -150,8 +152,8 @@ def test_long_range_on_a_gpu(head_dim, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     rows = random_store(2, 4, head_dim, 32, False, 2048, generator)
     inverse, mean = matrix(4, head_dim, True, generator), torch.randn(4, head_dim, generator=generator)
-    expected = dequantize_rows_reference(rows, 3, 2000, inverse, mean, torch.float64)
+    expected = dequantize_rows_reference(side_of(rows, mean=mean, inverse=inverse), 3, 2000, torch.float64)
     monkeypatch.setattr(dequantize, "dequantize_rows_reference", None)
-    rows.map(torch.Tensor.cuda)
-    got = dequantize_rows(rows, 3, 2000, inverse.cuda(), mean.cuda(), torch.bfloat16)
+    rows = rows.mapped(torch.Tensor.cuda)
+    got = dequantize_rows(side_of(rows, mean=mean.cuda(), inverse=inverse.cuda()), 3, 2000, torch.bfloat16)
     assert_close(got.cpu(), expected, torch.bfloat16)

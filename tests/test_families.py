@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import transformers
+from dense_cache import DenseCache
 from test_calibrate import tokenizer
 from test_static import Counting
 from tiny_models import EAGER_ONLY, ENCODER_DECODER, FAMILIES, TOKENS, VISION, inputs, prompt, tiny_config, tiny_model
@@ -14,8 +15,9 @@ from oscar_hf import CacheStateError, OscarCache, OscarConfig, UnsupportedModelE
 from oscar_hf.calibration import evaluate
 from oscar_hf.calibration.calibrate import artifact_from_moments
 from oscar_hf.calibration.moments import gather
-from oscar_hf.cli.main import load_model
+from oscar_hf.cli.loading import load_model
 from oscar_hf.transformers_compat import model_config as compat
+from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 WINDOWS = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
 PADS = ((), (0, 13))
@@ -35,7 +37,7 @@ each_attention = pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def generate(model, arguments, cache, **options):
     options = {"max_new_tokens": NEW, "do_sample": False, "disable_compile": True, **options}
     return model.generate(
-        **arguments, **{compat.CACHE_ARGUMENT: cache}, **options, output_logits=True, return_dict_in_generate=True
+        **arguments, **{CACHE_ARGUMENT: cache}, **options, output_logits=True, return_dict_in_generate=True
     )
 
 
@@ -66,15 +68,15 @@ def test_growing_cache_equals_its_dense_twin(family, attn, recwarn):
     skip_without(attn, family)
     model, arguments, caches, results = grown(family, attn)
     for pads, got in results.items():
-        twin = OscarCache(model.config, _returns_dense=True, **WINDOWS)
+        twin = DenseCache(model.config, **WINDOWS)
         twin.set_padding(arguments[pads]["attention_mask"])
         check_equal(got, generate(model, arguments[pads], twin))
         cache = caches[pads]
         packed = [index for index, layer in enumerate(cache.layers) if layer in cache.oscar_layers]
         assert packed == PACKED.get(family, list(range(model.config.get_text_config().num_hidden_layers)))
         for layer in cache.oscar_layers:
-            assert layer.history == LENGTH + NEW - 1 - 4 - 8
-            assert layer.starts == (list(pads) or None)
+            assert layer.store.history == LENGTH + NEW - 1 - 4 - 8
+            assert layer.store.padding.rows == list(pads)
     assert not [w for w in recwarn if "dequantized on every step" in str(w.message)], "the packed path was not taken"
 
 
@@ -151,10 +153,10 @@ def encoder_decoder(family, attn):
 @pytest.mark.parametrize("family", ENCODER_DECODER)
 def test_self_attention_of_encoder_decoder_models(family, attn):
     model, arguments = encoder_decoder(family, attn)
-    ours, twin = (OscarCache(model.config, _returns_dense=dense, **WINDOWS) for dense in (False, True))
+    ours, twin = (kind(model.config, **WINDOWS) for kind in (OscarCache, DenseCache))
     got = generate(model, arguments, EncoderDecoderCache(ours, DynamicCache()))
     check_equal(got, generate(model, arguments, EncoderDecoderCache(twin, DynamicCache())))
-    assert [layer.history for layer in ours.layers] == [LENGTH + NEW - 1 - 4 - 8] * 3
+    assert [layer.store.history for layer in ours.layers] == [LENGTH + NEW - 1 - 4 - 8] * 3
     static = OscarCache(model.config, max_cache_len=64, **WINDOWS)
     check_equal(generate(model, arguments, EncoderDecoderCache(static, StaticCache(model.config, 30))), got)
 
@@ -204,7 +206,7 @@ def test_older_attention_code(name):
             parameter.data.normal_(0, 0.3)
     # In float64 no code is near enough to a rounding boundary.
     model, arguments = model.double(), inputs("llama", 2, LENGTH)
-    expected = generate(model, arguments, OscarCache(config, _returns_dense=True, **WINDOWS))
+    expected = generate(model, arguments, DenseCache(config, **WINDOWS))
     check_equal(generate(model, arguments, OscarCache(config, **WINDOWS)), expected)
     if name != "Bloom":
         # Its prompts want keys as long as the cache.

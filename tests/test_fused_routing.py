@@ -7,7 +7,8 @@ from helpers import calibrated_artifact
 from tiny_models import tiny_config
 
 from oscar_hf import Artifact, OscarCache
-from oscar_hf.attention import packed as attention
+from oscar_hf.attention import dispatch
+from oscar_hf.attention.packed import packed_attention
 from oscar_hf.kernels.decode import decode_attention
 from oscar_hf.kernels.launch import HAS_TRITON, interpreting
 
@@ -27,7 +28,7 @@ def layer_with(artifact, dim, device, length=90, new=1, batch=2, starts=None, dt
     cache = OscarCache(tiny_config("llama", head_dim=dim), artifact=artifact, **WINDOWS)
     layer = cache.layers[0]
     if starts:
-        layer.set_starts(starts)
+        layer.set_padding(starts)
 
     def states(count):
         return (torch.randn(batch, 2, count, dim, device=device, dtype=dtype) for _ in range(2))
@@ -54,8 +55,8 @@ def test_kernel_equals_plain_pytorch(device, dim, kind, new, mask):
         total = layer.get_seq_length()
         mask = torch.ones(2, 1, new, total, dtype=torch.bool, device=device).tril(total - new)
         mask[1, :, :, :21] = False
-    expected = attention.packed_attention(layer, query, mask, new > 1 and mask is None, 0.2)
-    got = decode_attention(query, layer.decode_store(), mask=mask, scale=0.2)
+    expected = packed_attention(layer.store, query, mask, new > 1 and mask is None, 0.2)
+    got = decode_attention(query, layer.store.decode_store(), mask=mask, scale=0.2)
     assert torch.linalg.vector_norm(got - expected) < 2e-3 * torch.linalg.vector_norm(expected)
 
 
@@ -68,7 +69,7 @@ def test_handles_reach_the_kernel(way, monkeypatch):
         calls.append(kwargs)
         return decode_attention(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "decode_attention", spy)
+    monkeypatch.setattr(dispatch, "decode_attention", spy)
     new = 3 if way == "draft" else 1
     layer, (keys, values) = layer_with(Artifact.data_free(), 128, "cuda", new=new, dtype=torch.bfloat16)
     query = torch.randn(2, 6, new, 128, device="cuda", dtype=torch.bfloat16)
@@ -77,7 +78,7 @@ def test_handles_reach_the_kernel(way, monkeypatch):
     if way in ("mask", "draft"):
         mask = torch.ones(2, 1, new, total, dtype=torch.bool, device="cuda").tril(total - new)
         mask[1, :, :, :9] = False
-    dense = layer.dense("k").repeat_interleave(3, 1), layer.dense("v").repeat_interleave(3, 1)
+    dense = layer.store.dense("k").repeat_interleave(3, 1), layer.store.dense("v").repeat_interleave(3, 1)
     expected = F.scaled_dot_product_attention(query.float(), *(x.float() for x in dense), attn_mask=mask)
     if way == "packed query":
         got = F.scaled_dot_product_attention(query.view(2, 2, 3, 128), keys, values).view(2, 6, 1, 128)
@@ -85,11 +86,3 @@ def test_handles_reach_the_kernel(way, monkeypatch):
         got = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
     assert len(calls) == 1 and got.dtype == torch.bfloat16
     assert torch.linalg.vector_norm(got.float() - expected) < 2e-2 * torch.linalg.vector_norm(expected)
-
-
-def test_only_causal_masks_among_new_tokens_are_taken():
-    mask = torch.ones(1, 1, 3, 20, dtype=torch.bool).tril(17)
-    assert attention._is_causal_mask(mask, 3) and attention._is_causal_mask(mask, 3)
-    assert not attention._is_causal_mask(torch.ones(1, 1, 3, 20, dtype=torch.bool), 3)
-    additive = torch.zeros(1, 1, 3, 20).masked_fill(~mask, torch.finfo(torch.float32).min)
-    assert attention._is_causal_mask(additive, 3)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from dense_cache import DenseCache
 from tiny_models import prompt, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from oscar_hf import OscarCache
-from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
+from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 KINDS = ["growing", "static"]
@@ -80,7 +81,7 @@ def test_scores_states_and_attentions(kind, attn):
     assert torch.equal(got.sequences, plain) and len(got.scores) == len(got.logits) == 14
     assert isinstance(getattr(got, CACHE_ARGUMENT, got.past_key_values), OscarCache)
     if attn == "eager":
-        twin = OscarCache(model.config, recipe="hadamard", **WINDOWS, _returns_dense=True)
+        twin = DenseCache(model.config, recipe="hadamard", **WINDOWS)
         # Dense tensors do not let a cache see the mask.
         twin.set_padding(mask)
         expected = generate(model, "growing", ids, mask, twin, **wanted)
@@ -169,7 +170,7 @@ def test_five_turns_of_a_chat(kind):
     chat, cache, twin = (
         prompt(1, 30)[0],
         new_cache(model, kind, 512),
-        OscarCache(model.config, recipe="hadamard", **WINDOWS, _returns_dense=True),
+        DenseCache(model.config, recipe="hadamard", **WINDOWS),
     )
     expected = chat
     for turn in range(5):
@@ -179,7 +180,7 @@ def test_five_turns_of_a_chat(kind):
         said = prompt(1, 11, seed=turn + 1)[0]
         chat, expected = torch.cat([chat, said], 1), torch.cat([expected, said], 1)
         assert int(cache.get_seq_length()) == chat.shape[1] - 12
-        assert cache.oscar_layers[0].history == chat.shape[1] - 12 - 4 - 8
+        assert cache.oscar_layers[0].store.history == chat.shape[1] - 12 - 4 - 8
 
 
 def test_exact_while_all_is_in_the_windows():

@@ -19,7 +19,7 @@ def pair():
     layer.update(torch.randn(2, 2, 60, 16), torch.randn(2, 2, 60, 16))
     keys, values = layer.update(torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16))
     handle._warned.clear()
-    return keys, values, layer.dense("k"), layer.dense("v")
+    return keys, values, layer.store.dense("k"), layer.store.dense("v")
 
 
 def repeat_kv(x, n):

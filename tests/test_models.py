@@ -3,6 +3,7 @@ turns and paddings, on few models; test_families.py has them all."""
 
 import pytest
 import torch
+from dense_cache import DenseCache
 from tiny_models import prompt, tiny_config, tiny_model
 
 from oscar_hf import OscarCache
@@ -14,7 +15,7 @@ WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 def caches(config, mask, **windows):
     """A cache that returns handles, and its twin that returns dense tensors and is told the padding."""
     handles = OscarCache(config, recipe="hadamard", **windows)
-    dense = OscarCache(config, recipe="hadamard", _returns_dense=True, **windows)
+    dense = DenseCache(config, recipe="hadamard", **windows)
     dense.set_padding(mask)
     return handles, dense
 
@@ -35,7 +36,7 @@ def test_default_windows_at_their_edges(attn, length):
     got, expected = generate(model, ids, mask, handles, 6), generate(model, ids, mask, dense, 6)
     assert torch.equal(got.sequences, expected.sequences)
     torch.testing.assert_close(got.logits[-1], expected.logits[-1], atol=1e-4, rtol=1e-3)
-    assert handles.layers[0].history == max(0, length + 5 - 64 - 256)
+    assert handles.layers[0].store.history == max(0, length + 5 - 64 - 256)
 
 
 def test_exact_while_everything_is_in_the_windows():
@@ -99,8 +100,8 @@ def test_chunked_prefill_inside_the_padding(attn):
             assert torch.isfinite(out).all()
     whole.commit()
     chunked.commit()
-    assert whole.layers[0].starts == chunked.layers[0].starts == [0, 50]
-    torch.testing.assert_close(whole.layers[0].sink_keys, chunked.layers[0].sink_keys, atol=1e-4, rtol=1e-3)
+    assert whole.layers[0].store.padding.rows == chunked.layers[0].store.padding.rows == [0, 50]
+    torch.testing.assert_close(whole.layers[0].store.keys.sink, chunked.layers[0].store.keys.sink, atol=1e-4, rtol=1e-3)
 
 
 def test_bfloat16_and_float16_models_keep_their_dtype():
@@ -110,7 +111,7 @@ def test_bfloat16_and_float16_models_keep_their_dtype():
         cache = OscarCache(model.config, recipe="hadamard", **WINDOWS)
         out = generate(model, ids, mask, cache)
         assert out.logits[-1].dtype in (dtype, torch.float32)
-        assert cache.layers[0].sink_keys.dtype == dtype
+        assert cache.layers[0].store.keys.sink.dtype == dtype
         assert torch.isfinite(out.logits[-1]).all()
 
 

@@ -8,9 +8,9 @@ from test_cache import new_cache, one_layer, states
 from tiny_models import prompt, tiny_model
 from transformers import DynamicCache
 
-from oscar_hf import CacheStateError, OscarCache
-from oscar_hf.cache.memory_report import tensors_of
-from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
+from oscar_hf import Artifact, CacheStateError, OscarCache
+from oscar_hf.cache.native_layers import tensors_of
+from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 SMALL = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
 HYBRIDS = ["gemma3", "qwen3_next"]
@@ -52,7 +52,7 @@ def test_fifty_random_reorders_are_bit_identical_gathers():
 
 def stored(layer):
     return [
-        *layer.key_rows.tensors, *layer.value_rows.tensors, layer.sink_keys, layer.sink_values, layer.ring_keys, layer.ring_values,
+        tensor for side in layer.store.sides for tensor in (*side.rows.named.values(), side.sink, side.ring)
     ]  # fmt: skip
 
 
@@ -74,15 +74,20 @@ def test_a_copy_costs_what_is_stored(static):
 
 def all_tensors(layer):
     """Tensors reachable from a layer, its constants included."""
-    found, waiting = [], [vars(layer), vars(layer.constants)]
+    found, waiting, seen = [], [vars(layer), vars(layer.constants)], set()
     while waiting:
         for value in waiting.pop().values():
             if isinstance(value, torch.Tensor):
                 found.append(value)
             elif isinstance(value, (tuple, list)):
                 waiting.append(dict(enumerate(value)))
-            elif hasattr(value, "tensors") and not callable(value.tensors):
-                waiting.append(dict(enumerate(value.tensors)))
+            elif (
+                type(value).__module__.startswith("oscar_hf")
+                and not isinstance(value, Artifact)
+                and id(value) not in seen
+            ):
+                seen.add(id(value))
+                waiting.append(vars(value))
     return found
 
 
@@ -112,12 +117,12 @@ def test_drafts_that_cross_the_window_leave_the_codes_of_a_run_without(static):
         drafts.update(*(torch.cat([x[:, :, right], w[:, :, :rest]], 2) for x, w in zip((keys, values), wrong)))
         drafts.crop(accepted - burst)
         at += accepted
-    assert at == plain.tokens == drafts.tokens == 120
+    assert at == plain.store.tokens == drafts.store.tokens == 120
     first, second = plain, drafts
-    both = min(first.history, second.history)
+    both = min(first.store.history, second.store.history)
     assert both >= 120 - 4 - 8 - 20
-    for rows in ("key_rows", "value_rows"):
-        for got, expected in zip(getattr(second, rows).read(0, both), getattr(first, rows).read(0, both)):
+    for ours, theirs in zip(second.store.sides, first.store.sides):
+        for got, expected in zip(ours.rows.read(0, both), theirs.rows.read(0, both)):
             assert torch.equal(got, expected)
 
 
@@ -258,7 +263,7 @@ def test_padding_stated_for_another_batch_survives_operations_on_the_empty_cache
     assert torch.equal(forward(model, used, ids, mask), forward(model, fresh, ids, mask))
     mask = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
     assert torch.equal(forward(model, used, ids[:, :1], mask), forward(model, fresh, ids[:, :1], mask))
-    assert used.layers[0].starts == [0, 7, 20]
+    assert used.layers[0].store.padding.rows == [0, 7, 20]
 
 
 def test_stated_padding_beyond_the_first_call():
@@ -271,7 +276,7 @@ def test_stated_padding_beyond_the_first_call():
     forward(model, whole, ids, mask)
     forward(model, chunks, ids[:, :3], mask[:, :3])
     forward(model, chunks, ids[:, 3:], mask)
-    assert chunks.layers[0].starts == whole.layers[0].starts == [0, 9]
+    assert chunks.layers[0].store.padding.rows == whole.layers[0].store.padding.rows == [0, 9]
     for cache in (whole, chunks):
         cache.commit()
     step = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)

@@ -107,9 +107,9 @@ def test_bytes_are_those_of_two_bits_and_the_qparams():
 def test_map_reaches_every_tensor():
     rows, (codes, scale, minimum) = store(64, 3), random_rows(2, 3, 3, 64)
     rows.write(0, codes, scale, minimum)
-    rows.map(lambda t: t.flip(0))
+    rows = rows.mapped(lambda t: t.flip(0))
     for part, given_part in zip(rows.read(0, 3), (codes, scale, minimum)):
         assert torch.equal(part, given_part.flip(0))
     symmetric = store(64, 3, symmetric=True)
-    symmetric.map(lambda t: t.flip(0))
-    assert symmetric.min is None and len(symmetric.tensors) == 2
+    symmetric = symmetric.mapped(lambda t: t.flip(0))
+    assert symmetric.min is None and list(symmetric.named) == ["codes", "scale"]

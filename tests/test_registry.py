@@ -11,7 +11,7 @@ from oscar_hf import OscarCache, OscarError
 from oscar_hf.attention import flash as registry
 from oscar_hf.attention import handle
 from oscar_hf.attention.flash import NAMES, register_attention
-from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
+from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 FLASH = "flash_attention_2"
@@ -110,8 +110,8 @@ def test_generation_equals_the_unwrapped_one(flash, family, pads, attn):
     for a, b in zip(got.logits, expected.logits):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
     for layer in cache.oscar_layers:
-        assert layer.history == 40 + 11 - 4 - 8
-        assert layer.starts == ([0, 13] if pads else None)
+        assert layer.store.history == 40 + 11 - 4 - 8
+        assert layer.store.padding.rows == ([0, 13] if pads else [])
     if attn == FLASH:
         layers = model.config.num_hidden_layers
         assert unwrapped_calls == 12 * layers and flash.calls == layers, "only the prompt belongs to flash attention"
@@ -223,16 +223,15 @@ def test_gradients_go_to_the_original(flash, states):
 def test_a_mask_of_a_fixed_size_cache_ends_at_its_last_token():
     mask = torch.ones(2, 5, dtype=torch.long)
     mask[1, 0] = 0
-    expanded, causal = registry._flash_mask(mask, 2, 8, True)
-    assert not causal and expanded.shape == (2, 1, 2, 8)
+    expanded = registry._expanded(mask, 2, 8, True)
+    assert expanded.shape == (2, 1, 2, 8)
     assert expanded[:, 0].long().tolist() == [
         [[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]],
         [[0, 1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0, 0, 0]],
     ]
-    assert registry._flash_mask(mask, 2, 8, True)[0] is expanded, "all layers of a call share one mask"
-    assert registry._flash_mask(mask, 1, 5, True)[0].shape == (2, 1, 1, 5)
-    assert registry._flash_mask(None, 3, 8, True) == (None, True)
-    assert registry._flash_mask(None, 1, 8, True) == (None, False)
+    assert registry._expanded(mask, 1, 5, False).shape == (2, 1, 1, 5)
+    assert registry._flash_mask(None, None, 3, 8, True) == (None, True)
+    assert registry._flash_mask(None, None, 1, 8, True) == (None, False)
 
 
 def test_registering_twice_and_undoing_restores_exactly(flash):

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from dense_cache import DenseCache
 from tiny_models import prompt, tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import flash_attention_mask
 
 from oscar_hf import ArtifactError, CacheStateError, OscarCache, UnsupportedModelError
-from oscar_hf.transformers_compat.model_config import CACHE_ARGUMENT
+from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 BEAMS, SAMPLES = dict(num_beams=3, num_return_sequences=2), dict(do_sample=True, num_return_sequences=3, top_k=5)
@@ -31,8 +32,8 @@ MODES = {
 }
 
 
-def new_cache(model, **fields):
-    return OscarCache(model.config, recipe="hadamard", **fields)
+def new_cache(model, kind=OscarCache, **fields):
+    return kind(model.config, recipe="hadamard", **fields)
 
 
 def generate(model, ids, mask, cache, draft=False, **options):
@@ -73,10 +74,10 @@ def test_decoding_modes(mode, attn):
     ids, mask = prompt(batch, 60, (0, 13)[:batch])
     if "prompt_lookup_num_tokens" in options:
         ids = prompt(1, 12)[0].repeat(1, 5)
-    handles, dense = new_cache(model, **WINDOWS), new_cache(model, _returns_dense=True, **WINDOWS)
+    handles, dense = new_cache(model, **WINDOWS), new_cache(model, kind=DenseCache, **WINDOWS)
     dense.set_padding(mask.repeat_interleave(rows, 0))
     assert torch.equal(generate(model, ids, mask, handles, **options), generate(model, ids, mask, dense, **options))
-    assert handles.layers[0].history > 0
+    assert handles.layers[0].store.history > 0
     ids, mask = ids[:, :20], mask[:, :20]
     dynamic = DynamicCache(config=model.config)
     assert torch.equal(
@@ -101,7 +102,7 @@ def test_attention_code_that_wants_real_tensors(pads):
     model = tiny_model("llama")
     model.set_attn_implementation("wants_tensors")
     ids, mask = prompt(2, 60, pads)
-    handles, dense = new_cache(model, **WINDOWS), new_cache(model, _returns_dense=True, **WINDOWS)
+    handles, dense = new_cache(model, **WINDOWS), new_cache(model, kind=DenseCache, **WINDOWS)
     for cache in (handles, dense):
         cache.set_padding(mask)
     assert torch.equal(generate(model, ids, mask, handles), generate(model, ids, mask, dense))
@@ -115,7 +116,7 @@ def test_the_smallest_and_odd_windows(windows, attn):
     model = tiny_model("llama", attn)
     ids, mask = prompt(2, 60, (0, 13))
     fields = dict(sink_tokens=windows[0], recent_tokens=windows[1])
-    handles, dense = new_cache(model, **fields), new_cache(model, _returns_dense=True, **fields)
+    handles, dense = new_cache(model, **fields), new_cache(model, kind=DenseCache, **fields)
     dense.set_padding(mask)
     assert torch.equal(generate(model, ids, mask, handles), generate(model, ids, mask, dense))
 
@@ -126,7 +127,7 @@ def test_head_groups_of_any_size(heads, attn):
     model = tiny_model(
         "llama", attn, hidden_size=16 * heads[0], num_attention_heads=heads[0], num_key_value_heads=heads[1]
     )
-    handles, dense = new_cache(model, **WINDOWS), new_cache(model, _returns_dense=True, **WINDOWS)
+    handles, dense = new_cache(model, **WINDOWS), new_cache(model, kind=DenseCache, **WINDOWS)
     ids, _ = prompt(2, 60)
     for piece in (ids, ids[:, :1], ids[:, :3]):
         torch.testing.assert_close(forward(model, handles, piece), forward(model, dense, piece), atol=1e-4, rtol=1e-3)
@@ -159,7 +160,7 @@ def test_random_operations_keep_both_kinds_of_cache_equal(seed):
     pads = tuple(rng.choice([0, rng.randrange(length)]) for _ in range(rows))
     ids, mask = prompt(rows, length, pads, seed)
     windows = dict(sink_tokens=rng.choice([0, 1, 4, 20]), recent_tokens=rng.choice([1, 3, 8, 33]))
-    caches = [new_cache(model, **windows), new_cache(model, _returns_dense=True, **windows)]
+    caches = [new_cache(model, **windows), new_cache(model, kind=DenseCache, **windows)]
     caches[1].set_padding(mask)
     for cache in caches:
         forward(model, cache, ids, mask)
@@ -195,7 +196,7 @@ def test_copy_and_reset_while_a_prompt_is_waiting(at):
     ids, mask = prompt(2, 60, (0, 13))
     cache, fresh = new_cache(model, **WINDOWS), new_cache(model, **WINDOWS)
     forward(model, cache, ids[:, :40])
-    assert any(layer.pending is not None for layer in cache.oscar_layers)
+    assert any(layer.store.waiting is not None for layer in cache.oscar_layers)
     if at == "copy":
         forward(model, fresh, ids[:, :40])
         cache = copy.deepcopy(cache)
@@ -223,7 +224,7 @@ def test_vision_language_model():
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     ids, mask = prompt(2, 60, (0, 13))
     ids = ids.clamp(max=90)
-    handles, dense = new_cache(model, **WINDOWS), new_cache(model, _returns_dense=True, **WINDOWS)
+    handles, dense = new_cache(model, **WINDOWS), new_cache(model, kind=DenseCache, **WINDOWS)
     dense.set_padding(mask)
     assert torch.equal(generate(model, ids, mask, handles), generate(model, ids, mask, dense))
 

@@ -12,9 +12,8 @@ from test_cache import WINDOWS, new_cache, one_layer, states
 from test_operations import forward
 from tiny_models import EAGER_ONLY, prompt, tiny_config, tiny_model
 
-from oscar_hf import Artifact, ArtifactError, CacheStateError, OscarCache, OscarError
-from oscar_hf.cache.oscar_cache import StaticOscarCache
-from oscar_hf.cache.save_load import CACHE_FILE, _file_hash
+from oscar_hf import Artifact, ArtifactError, CacheStateError, OscarCache, OscarError, StaticOscarCache
+from oscar_hf.cache.save_checks import CACHE_FILE, file_hash
 from oscar_hf.cache.save_load_native import state
 
 SMALL = dict(recipe="hadamard", **WINDOWS)
@@ -131,9 +130,9 @@ def test_every_layout_of_storage(dims, dtype, tmp_path):
     cache.save_pretrained(tmp_path / "cache")
     loaded = OscarCache.load(tmp_path / "cache")
     layer, other = cache.layers[0], loaded.layers[0]
-    assert other.history == layer.history > 0 and other.dtype == dtype
+    assert other.store.history == layer.store.history > 0 and other.dtype == dtype
     for kind in "kv":
-        assert torch.equal(other.dense(kind), layer.dense(kind))
+        assert torch.equal(other.store.dense(kind), layer.store.dense(kind))
 
 
 def test_only_tokens_in_use_are_written(tmp_path):
@@ -149,7 +148,7 @@ def test_only_tokens_in_use_are_written(tmp_path):
     assert (record["tokens"], record["history"]) == (50, 46)
     assert tensors["key_codes"].shape[2] == tensors["key_scale"].shape[2] == 46
     assert tensors["sink_keys"].shape[2] == 4 and tensors["recent_keys"].shape[2] == 0
-    assert cache.layers[0].key_rows.capacity > 300
+    assert cache.layers[0].store.keys.rows.capacity > 300
 
 
 def test_odd_tokens_and_stale_sinks_leave_no_trace(tmp_path):
@@ -157,7 +156,7 @@ def test_odd_tokens_and_stale_sinks_leave_no_trace(tmp_path):
     cache.set_padding(torch.tensor([[1] * 20, [0] * 12 + [1] * 8]))
     cache.update(*states(90, dim=64), 0)
     cache.crop(-75)
-    assert cache.layers[0].history % 2
+    assert cache.layers[0].store.history % 2
     cache.save_pretrained(tmp_path / "cache")
     tensors = load_file(tmp_path / "cache" / "layer-00000.safetensors")
     last = tensors["key_codes"][:, :, -1].view(torch.uint8).unflatten(-1, (-1, 2))
@@ -228,13 +227,13 @@ def test_an_offloaded_cache_is_saved_where_it_lies(pads, tmp_path):
     """Nothing is asked of the layer's own device: "meta" stands for a GPU here."""
     _, cache, _ = filled(tokens=83, pads=pads, offloading=True)
     layer = cache.layers[0]
-    assert isinstance(layer.ring_index(layer.sink + layer.history, layer.tokens), torch.Tensor)
-    expected = [tuple(layer.dense(kind) for kind in "kv") for layer in cache.layers]
+    assert isinstance(layer.store.ring_index(layer.store.sink + layer.store.history, layer.store.tokens), torch.Tensor)
+    expected = [tuple(layer.store.dense(kind) for kind in "kv") for layer in cache.layers]
     for layer in cache.layers:
         layer.device, layer._row_starts = torch.device("meta"), None
     loaded = OscarCache.load(cache.save_pretrained(tmp_path / "cache"))
     for layer, dense in zip(loaded.layers, expected):
-        assert all(torch.equal(layer.dense(kind), each) for kind, each in zip("kv", dense))
+        assert all(torch.equal(layer.store.dense(kind), each) for kind, each in zip("kv", dense))
 
 
 def test_an_interrupted_save_leaves_the_old_cache(tmp_path, monkeypatch):
@@ -321,7 +320,7 @@ def damage_tensors(folder, change, index=0):
     tensors = load_file(path)
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    fresh = {"bytes": path.stat().st_size, "sha256": _file_hash(path)}
+    fresh = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
     damage_json(folder, lambda content: content["layers"][index].update(fresh))
 
 
@@ -340,7 +339,7 @@ def flip(folder):
 def garbage(folder):
     path = folder / "layer-00000.safetensors"
     path.write_bytes(b"\xff" * 100)
-    fresh = {"bytes": 100, "sha256": _file_hash(path)}
+    fresh = {"bytes": 100, "sha256": file_hash(path)}
     damage_json(folder, lambda content: content["layers"][0].update(fresh))
 
 

@@ -7,8 +7,7 @@ import torch
 from tiny_models import EAGER_ONLY, prompt, tiny_model
 from transformers import CompileConfig, StaticCache
 
-from oscar_hf import OscarCache
-from oscar_hf.cache.oscar_cache import StaticOscarCache
+from oscar_hf import OscarCache, StaticOscarCache
 from oscar_hf.errors import CacheStateError, OscarError
 from oscar_hf.kernels.step import OVERFLOW
 
@@ -190,10 +189,10 @@ def test_batch_operations_keep_the_buffers_in_place():
     with torch.no_grad():
         for cache in caches:
             model(ids, attention_mask=mask, past_key_values=cache)
-        where = caches[1].layers[0].storage.data_ptr()
+        where = caches[1].layers[0].store.storage.data_ptr()
         for cache in caches:
             cache.reorder_cache(torch.tensor([2, 0, 0]))
-        assert where == caches[1].layers[0].storage.data_ptr()
+        assert where == caches[1].layers[0].store.storage.data_ptr()
         mask = torch.cat([mask[[2, 0, 0]], torch.ones(3, 1, dtype=mask.dtype)], 1)
         step = [model(ids[:, :1], attention_mask=mask, past_key_values=cache).logits for cache in caches]
         torch.testing.assert_close(*step, atol=1e-4, rtol=1e-4)
@@ -203,6 +202,68 @@ def test_batch_operations_keep_the_buffers_in_place():
         mask = torch.cat([mask[[0, 0, 2, 2]], torch.ones(4, 1, dtype=mask.dtype)], 1)
         step = [model(ids[:1, :1].expand(4, 1), attention_mask=mask, past_key_values=cache).logits for cache in caches]
         torch.testing.assert_close(*step, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_shared_keys_are_exact_during_their_call(family):
+    """Later layers read the keys and values of earlier ones in the same forward, in every turn (HOUSE 1.1)."""
+    model = tiny_model(family).double()
+    ids = prompt(1, 260)[0]
+    caches = [OscarCache(model.config, **SMALL), static(model, 300)]
+    at = 0
+    with torch.no_grad():
+        for count in (50, 70, 1, 20, 1, 1, 90):
+            growing, fixed = (model(ids[:, at : at + count], past_key_values=cache).logits for cache in caches)
+            torch.testing.assert_close(fixed, growing, atol=1e-9, rtol=1e-9)
+            at += count
+
+
+def test_a_prompt_waits_for_the_device_at_most_three_times_a_layer(monkeypatch):
+    """Lengths on the device are read as a snapshot, not one by one (HOUSE 1.4)."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    cache, ids = static(model, 512), prompt(1, 300)[0]
+    reads = []
+
+    def watch(name):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda *args: reads.append(name) or original(*args))
+
+    for name in ("__int__", "__bool__", "__index__", "__float__", "item", "tolist", "cpu"):
+        watch(name)
+    at, seen = 0, {}
+    with torch.no_grad():
+        for name, count in (("prompt", 60), ("steps", 1), ("turn", 70), ("short turn", 20), ("steps", 2), ("turn", 90)):
+            reads.clear()
+            model(ids[:, at : at + count], past_key_values=cache)
+            seen[name] = max(len(reads), seen.get(name, 0))
+            at += count
+    assert max(seen["prompt"], seen["turn"], seen["short turn"]) <= 3 * 2, seen
+
+
+def test_static_caches_are_made_explicitly():
+    """By keyword, by class, by subclass; never half of one (HOUSE 1.3)."""
+    config = tiny_model("llama").config
+    with pytest.raises(TypeError, match="positional"):
+        OscarCache(config, None, "hadamard", 128)
+    with pytest.raises(OscarError, match="StaticOscarCache has a fixed size: pass max_cache_len"):
+        StaticOscarCache(config, recipe="hadamard")
+    assert type(OscarCache(config, max_cache_len=128, **SMALL)) is StaticOscarCache
+    assert type(StaticOscarCache(config, max_cache_len=128, **SMALL)) is StaticOscarCache
+
+    class Growing(OscarCache):
+        pass
+
+    class Fixed(StaticOscarCache):
+        pass
+
+    assert not Growing(config, **SMALL).is_compileable
+    fixed = Fixed(config, max_cache_len=128, **SMALL)
+    assert isinstance(fixed, StaticCache) and fixed.is_compileable
+    fixed.check_overflow()
+    with pytest.raises(
+        OscarError, match="Growing derives from OscarCache, which grows: derive it from StaticOscarCache"
+    ):
+        Growing(config, max_cache_len=128, **SMALL)
 
 
 def test_copies_are_independent_and_share_constants():
@@ -231,7 +292,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_overwritten():
         model(ids[:, :1], past_key_values=expected)
         with pytest.raises(CacheStateError, match="max_cache_len=61 tokens, holds 61"):
             model(ids[:, :1], past_key_values=cache)
-        for new, old in zip(cache.layers[0].stored, expected.layers[0].stored):
+        for new, old in zip(cache.layers[0].store.regions.tensors(), expected.layers[0].store.regions.tensors()):
             assert torch.equal(new, old)
 
 
@@ -369,7 +430,7 @@ def test_a_step_that_did_not_fit_is_told_once_and_for_all_layers(look, tmp_path)
     with torch.no_grad():
         model(ids, past_key_values=cache)
     for layer in cache.oscar_layers:
-        layer.counters[OVERFLOW] = 1
+        layer.store.counters[OVERFLOW] = 1
     looks = {
         "crop": lambda: cache.crop(-5),
         "prompt": lambda: model(ids[:, :20], past_key_values=cache),
@@ -382,7 +443,7 @@ def test_a_step_that_did_not_fit_is_told_once_and_for_all_layers(look, tmp_path)
         pytest.raises(CacheStateError, match="holds 40 and was given some more, which were not stored"),
     ):
         looks[look]()
-    assert [layer.held for layer in cache.oscar_layers] == [40] * 3
+    assert [layer.store.held for layer in cache.oscar_layers] == [40] * 3
     with torch.no_grad():
         looks[look]()
-    assert len({layer.held for layer in cache.oscar_layers}) == 1
+    assert len({layer.store.held for layer in cache.oscar_layers}) == 1

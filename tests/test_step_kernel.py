@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     # Must be set before the kernels are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from helpers import calibrated_artifact, random_covariance, random_orthogonal
+from helpers import calibrated_artifact, random_covariance, random_orthogonal, side_of
 
 from oscar_hf.kernels import launch
 from oscar_hf.kernels.step import (
@@ -19,7 +19,6 @@ from oscar_hf.kernels.step import (
     HISTORY,
     LENGTH,
     OVERFLOW,
-    Side,
     encode_ahead_reference,
     encode_ahead_triton,
     packed_after,
@@ -28,7 +27,6 @@ from oscar_hf.kernels.step import (
     place_tokens_triton,
 )
 from oscar_hf.quantization.packed_rows import PackedRows
-from oscar_hf.quantization.quantizer import ScaleRule
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and not launch.interpreting(), reason="needs Triton, with a GPU or interpreted"
@@ -41,14 +39,14 @@ STEPS = [1, 3, 8, 1, 1, 1, 5, 1, 1, 2, 8, 8, 1, 1, 1]
 
 def side(heads, dim, group, symmetric, rule, dtype, seed, batch=2, centred=True, capacity=64, ring=RECENT - 1 + EXTRA):
     """Empty windows and store, random constants."""
-    made = Side(
+    made = side_of(
         PackedRows(batch, heads, dim, group, symmetric, DEVICE, capacity),
-        torch.zeros(batch, heads, SINK, dim, dtype=dtype),
-        torch.zeros(batch, heads, ring, dim, dtype=dtype),
-        ScaleRule.parse(rule),
+        rule,
         random_orthogonal(heads, dim, dim, seed=seed).float(),
         torch.randn(heads, dim) if centred else None,
         random_covariance(heads, dim, dim, seed=seed + 1).float(),
+        sink=torch.zeros(batch, heads, SINK, dim, dtype=dtype),
+        ring=torch.zeros(batch, heads, ring, dim, dtype=dtype),
     )
     for name in ("sink", "ring", "transform", "mean", "metric"):
         tensor = getattr(made, name)
@@ -58,7 +56,7 @@ def side(heads, dim, group, symmetric, rule, dtype, seed, batch=2, centred=True,
 
 def stored(keys, values):
     """Every tensor that a step writes."""
-    return [t for s in (keys, values) for t in (*s.rows.tensors, s.sink, s.ring)]
+    return [t for s in (keys, values) for t in (*s.rows.named.values(), s.sink, s.ring)]
 
 
 def run(steps, pairs, dtype, on_device, start=None, limit=None, key_dim=64, value_dim=64, heads=2):
@@ -186,20 +184,21 @@ def test_encoding_ahead_changes_nothing_but_when(start):
         assert torch.equal(expected[:, :, rows], got[:, :, rows])
     # Garbage in the ring's oldest slot shows that the step takes the codes as they are.
     triton_ahead[0].ring.fill_(7.0)
-    kept = [t.clone() for t in triton_ahead[0].rows.tensors]
+    kept = [t.clone() for t in triton_ahead[0].rows.named.values()]
     place_tokens_triton(
         *triton_ahead, *(torch.zeros(2, 2, 1, 128, device=DEVICE).bfloat16() for _ in "kv"), counters[1], RECENT
     )
-    assert all(torch.equal(a, b) for a, b in zip(kept, triton_ahead[0].rows.tensors))
+    assert all(torch.equal(a, b) for a, b in zip(kept, triton_ahead[0].rows.named.values()))
 
 
 @pytest.mark.gpu
 def test_a_crop_forgets_what_was_encoded_ahead():
     """The operators of a compiled step encode ahead; what a crop and other tokens make of that equals eager steps."""
-    from oscar_hf.cache.static_layer import StaticOscarLayer, StepMask
+    from oscar_hf.attention.static_ops import attend_step
+    from oscar_hf.cache.static_layer import StaticOscarLayer
 
     artifact = calibrated_artifact(1, 2, 64, sink_tokens=SINK, recent_tokens=RECENT)
-    layers = [StaticOscarLayer(artifact.config, artifact, 0, 64, StepMask()) for _ in range(2)]
+    layers = [StaticOscarLayer(artifact.config, artifact, 0, 64) for _ in range(2)]
     torch.manual_seed(0)
 
     def states(count):
@@ -208,21 +207,22 @@ def test_a_crop_forgets_what_was_encoded_ahead():
     def step():
         query, new = torch.randn(1, 4, 1, 64, device="cuda").bfloat16(), states(1)
         compiled, eager = layers
-        torch.ops.oscar_hf.place(compiled.storage, compiled.flat_constants, *new, compiled.spec)
+        torch.ops.oscar_hf.place(compiled.store.storage, compiled.store.flat_constants, *new, compiled.store.spec)
         got = torch.ops.oscar_hf.attend(
-            query, compiled.storage, compiled.flat_constants, None, None, 0.125, compiled.spec
+            query, compiled.store.storage, compiled.store.flat_constants, None, None, 0.125, compiled.store.spec
         )
         eager.update(*new)
-        assert torch.equal(got, eager.attend(query, None, None, 0.125))
+        assert torch.equal(got, attend_step(eager.store, query, None, None, 0.125))
 
     prompt = states(20)
     for layer in layers:
         layer.update(*prompt)
-        layer.commit()
-        layer.adopt(20, layer.history, None, True)
+        layer.store.place_waiting()
+        layer.store.restore(20, layer.store.history, None, True)
+        layer.open_forward()
     for tokens_to_remove in (0, 1, RECENT, RECENT + 3):
         for layer in layers:
             layer.crop(-tokens_to_remove) if tokens_to_remove else None
         for _ in range(RECENT + 2):
             step()
-        assert layers[0].counters[AHEAD] == layers[0].history + 1 and layers[1].counters[AHEAD] == 0
+        assert layers[0].store.counters[AHEAD] == layers[0].store.history + 1 and layers[1].store.counters[AHEAD] == 0

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
 
 from ..errors import OscarError
-from .handle import OscarKV
+from .handle import Form, OscarKV
+from .views import AttentionView
 
 SDPA = "sdpa"
 NAMES = (SDPA, "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -25,9 +25,6 @@ _BEYOND = ("softcap", "s_aux", "sliding_window", "position_bias", "cu_seq_lens_q
 
 # name -> (ours, what it stands in for).
 _registered: dict[str, tuple[Callable, Callable]] = {}
-
-# The form that packed attention takes of a padding mask that all layers of a call share; it keeps none of them alive.
-_expanded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def register_attention(names: str | Iterable[str] = NAMES) -> Callable[[], None]:
@@ -75,11 +72,7 @@ def _wrap(original: Callable, flash: bool) -> Callable:
         output = _packed(module, query, key, value, attention_mask, kwargs, flash) if ours and not args else None
         if output is not None:
             return output.transpose(1, 2).contiguous(), None
-        result = original(module, query, key, value, attention_mask, *args, **kwargs)
-        if ours and flash and key.view_of_layer.layer.is_compileable:
-            # A prompt that flash attention has read is packed now: the next call may be a compiled one, which cannot.
-            key.view_of_layer.layer.commit()
-        return result
+        return original(module, query, key, value, attention_mask, *args, **kwargs)
 
     return attention
 
@@ -88,14 +81,15 @@ def _packed(
     module: Any, query: Tensor, key: OscarKV, value: OscarKV, mask: Tensor | None, options: dict, flash: bool
 ) -> Tensor | None:
     """Packed attention, [B, Hq, M, Dv]; None sends the call, handles and all, to the original function."""
-    view, new = key.view_of_layer, query.shape[2]
+    view, new = key.source, query.shape[2]
     causal = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if flash:
         # The original never shows the mask to the handles, so it is shown here, whoever does the attention.
         view.observe(mask=None if mask is None else mask[:, None, None, :].bool())
     # Over a prompt the view holds exact tensors: flash attention's own kernel is best, and sdpa knows its causal rule.
-    if view.dense_is_free or view is not value.view_of_layer or (key.form, value.form) != (0, 0):
+    plain = key.form is Form.HEADS and value.form is Form.HEADS
+    if view.dense_is_free or view is not value.source or not plain:
         return None
     if options.get("dropout") or any(options.get(name) is not None for name in _BEYOND):
         return None
@@ -104,7 +98,7 @@ def _packed(
     if query.shape[1] % view.kv_heads:
         return None
     if flash:
-        mask, causal = _flash_mask(mask, new, key.shape[2], causal)
+        mask, causal = _flash_mask(view, mask, new, key.shape[2], causal)
     elif mask is None and new > 1:
         # sdpa counts causality from the first key, packed attention from the last: leave that to the original.
         return None
@@ -114,26 +108,22 @@ def _packed(
     return view.attend(query, mask, causal, options.get("scaling"), key.repeat)
 
 
-def _flash_mask(mask: Tensor | None, new: int, total: int, causal: bool) -> tuple[Tensor | None, bool]:
-    """(mask [B, 1, 1|M, total] or None, is_causal) for a padding mask [B, T] of flash attention, True or 1 = attend.
-
-    A mask shorter than `total` ends at the last token: what a fixed-size cache has beyond is hidden.
-    """
+def _flash_mask(
+    view: AttentionView, mask: Tensor | None, new: int, total: int, causal: bool
+) -> tuple[Tensor | None, bool]:
+    """(mask [B, 1, 1|M, total] or None, is_causal) for a padding mask [B, T] of flash attention, True or 1 = attend."""
     causal = causal and new > 1
     if mask is None:
         return None, causal
-    tracing = torch.compiler.is_compiling()
-    if not tracing:
-        # Inference tensors count no versions; others may have been written to since.
-        key = (new, total, causal, None if mask.is_inference() else mask._version)
-        known = _expanded.get(mask)
-        if known is not None and known[0] == key:
-            return known[1], False
+    return view.ask(mask, ("flash", new, total, causal), lambda: _expanded(mask, new, total, causal)), False
+
+
+def _expanded(mask: Tensor, new: int, total: int, causal: bool) -> Tensor:
+    """A padding mask [B, T] as packed attention takes it. One that is shorter than `total` ends at the last token: what a
+    fixed-size cache has beyond is hidden."""
     length = mask.shape[1]
     expanded = torch.nn.functional.pad(mask.bool(), (0, max(0, total - length)))[:, None, None, :]
     if causal:
         own = torch.arange(length - new, length, device=mask.device)
         expanded = expanded & (torch.arange(expanded.shape[-1], device=mask.device) <= own[:, None])
-    if not tracing:
-        _expanded[mask] = (key, expanded)
-    return expanded, False
+    return expanded

@@ -6,11 +6,14 @@ to its view of the cache at `scaled_dot_product_attention` or at the two `matmul
 gets the dense dequantized tensor, with one warning that names the operation.
 """
 
+import enum
 import warnings
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .views import AttentionView
 
 _warned: set[str] = set()
 
@@ -30,22 +33,28 @@ def _is_device(value, device: torch.device) -> bool:
     return isinstance(value, (str, torch.device)) and torch.device(value) == device
 
 
+class Form(enum.Enum):
+    """Which of the views that transformers takes of keys and values a handle stands for."""
+
+    HEADS = "[B, H, T, D], H repeated if `repeat` is more than 1"
+    BEFORE_EXPAND = "[B, H, 1, T, D], the first step of repeat_kv"
+    EXPANDED = "[B, H, repeat, T, D], the second; a reshape leads back to HEADS"
+    TRANSPOSED = "[B, H, D, T], as eager attention multiplies keys"
+
+
 class OscarKV:
     """Stands for the keys ("k") or values ("v") of one layer right after an update.
 
-    view: the call's view of the layer, see `view.CallView`: attend(query, mask, is_causal, scale, repeat),
-    scores(query), weighted_sum(weights), dense(kind), dense_is_free, live (tensors with a gradient, or None),
-    observe(mask=, weights=). shape: that of the dense tensor in the present form.
-    repeat: how often each KV head is repeated. form: 0 [B, H, T, D], 1 [B, H, 1, T, D], 2 [B, H, repeat, T, D],
-    3 [B, H, D, T].
+    source: the call's view of the layer, see `views.AttentionView`. shape: that of the dense tensor in the present form.
+    repeat: how often each KV head is repeated.
     """
 
     # What torch and transformers ask of a tensor before they use it.
     requires_grad = is_nested = is_sparse = is_quantized = False
 
-    def __init__(self, view, kind: str, shape, repeat: int = 1, form: int = 0):
-        self.view_of_layer, self.kind, self.repeat, self.form = view, kind, repeat, form
-        self.shape, self.dtype, self.device = torch.Size(shape), view.dtype, view.device
+    def __init__(self, source: AttentionView, kind: str, shape, repeat: int = 1, form: Form = Form.HEADS):
+        self.source, self.kind, self.repeat, self.form = source, kind, repeat, form
+        self.shape, self.dtype, self.device = torch.Size(shape), source.dtype, source.device
 
     @property
     def ndim(self) -> int:
@@ -76,13 +85,13 @@ class OscarKV:
         return f"OscarKV({self.kind}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     # The lazy views of transformers' repeat_kv and eager attention.
-    def _with(self, shape, repeat: int, form: int) -> "OscarKV":
-        return OscarKV(self.view_of_layer, self.kind, shape, repeat, form)
+    def _with(self, shape, repeat: int, form: Form) -> "OscarKV":
+        return OscarKV(self.source, self.kind, shape, repeat, form)
 
     def __getitem__(self, index):
         everything = slice(None)
         if (
-            self.form == 0
+            self.form is Form.HEADS
             and self.repeat == 1
             and isinstance(index, tuple)
             and len(index) == 5
@@ -90,61 +99,63 @@ class OscarKV:
             and all(part == everything for part in (index[0], index[1], index[3], index[4]))
         ):
             batch, heads, tokens, dim = self.shape
-            return self._with((batch, heads, 1, tokens, dim), 1, 1)
-        return self.materialise("__getitem__")[index]
+            return self._with((batch, heads, 1, tokens, dim), 1, Form.BEFORE_EXPAND)
+        return self.materialize("__getitem__")[index]
 
     def expand(self, *sizes):
         sizes = tuple(sizes[0]) if len(sizes) == 1 else sizes
-        if self.form == 1 and len(sizes) == 5 and sizes[:2] == self.shape[:2] and sizes[3:] == self.shape[3:]:
-            return self._with(sizes, sizes[2], 2)
-        return self.materialise("expand").expand(*sizes)
+        same = len(sizes) == 5 and sizes[:2] == self.shape[:2] and sizes[3:] == self.shape[3:]
+        if self.form is Form.BEFORE_EXPAND and same:
+            return self._with(sizes, sizes[2], Form.EXPANDED)
+        return self.materialize("expand").expand(*sizes)
 
     def reshape(self, *shape):
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if self.form == 2 and shape == (self.shape[0], self.shape[1] * self.shape[2], *self.shape[3:]):
-            return self._with(shape, self.repeat, 0)
-        return self.materialise("reshape").reshape(*shape)
+        if self.form is Form.EXPANDED and shape == (self.shape[0], self.shape[1] * self.shape[2], *self.shape[3:]):
+            return self._with(shape, self.repeat, Form.HEADS)
+        return self.materialize("reshape").reshape(*shape)
 
     view = reshape
 
     def repeat_interleave(self, repeats, dim=None, **kwargs):
-        if self.form == 0 and self.repeat == 1 and dim == 1 and isinstance(repeats, int):
+        if self.form is Form.HEADS and self.repeat == 1 and dim == 1 and isinstance(repeats, int):
             batch, heads, tokens, head_dim = self.shape
-            return self._with((batch, heads * repeats, tokens, head_dim), repeats, 0)
-        return self.materialise("repeat_interleave").repeat_interleave(repeats, dim, **kwargs)
+            return self._with((batch, heads * repeats, tokens, head_dim), repeats, Form.HEADS)
+        return self.materialize("repeat_interleave").repeat_interleave(repeats, dim, **kwargs)
 
     def transpose(self, dim0: int, dim1: int):
-        if self.form in (0, 3) and {dim0 % 4, dim1 % 4} == {2, 3}:
+        if self.form in (Form.HEADS, Form.TRANSPOSED) and {dim0 % 4, dim1 % 4} == {2, 3}:
             batch, heads, rows, columns = self.shape
-            return self._with((batch, heads, columns, rows), self.repeat, 3 - self.form)
-        return self.materialise("transpose").transpose(dim0, dim1)
+            turned = Form.TRANSPOSED if self.form is Form.HEADS else Form.HEADS
+            return self._with((batch, heads, columns, rows), self.repeat, turned)
+        return self.materialize("transpose").transpose(dim0, dim1)
 
     # Everything else sees the dense tensor.
-    def materialise(self, operation: str) -> Tensor:
+    def materialize(self, operation: str) -> Tensor:
         """The dense tensor in the present form; warns once per operation if that means dequantizing the history."""
-        if not self.view_of_layer.dense_is_free:
+        if not self.source.dense_is_free:
             _warn_dense(operation)
-        dense = self.view_of_layer.dense(self.kind)
-        if self.form == 1:
+        dense = self.source.dense(self.kind)
+        if self.form is Form.BEFORE_EXPAND:
             return dense[:, :, None]
-        if self.form == 2:
+        if self.form is Form.EXPANDED:
             return dense[:, :, None].expand(self.shape)
         if self.repeat > 1:
             dense = dense.repeat_interleave(self.repeat, 1)
-        return dense.transpose(2, 3) if self.form == 3 else dense
+        return dense.transpose(2, 3) if self.form is Form.TRANSPOSED else dense
 
     def to(self, *args, **kwargs):
         # Models that share keys and values between layers move them to the reader's device, mostly their own.
         wanted = [*args, *(kwargs.get(name) for name in ("device", "dtype") if kwargs.get(name) is not None)]
         if all(w == self.dtype if isinstance(w, torch.dtype) else _is_device(w, self.device) for w in wanted):
             return self
-        return self.materialise("to").to(*args, **kwargs)
+        return self.materialize("to").to(*args, **kwargs)
 
     def __getattr__(self, name: str):
         # Private and protocol names must not dequantize a whole history just to be probed for.
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.materialise(name), name)
+        return getattr(self.materialize(name), name)
 
     def __rmatmul__(self, other):
         return torch.matmul(other, self)
@@ -169,7 +180,7 @@ class OscarKV:
 
 def _arithmetic(name: str):
     def method(self, *args):
-        return getattr(self.materialise(name), name)(*args)
+        return getattr(self.materialize(name), name)(*args)
 
     method.__name__ = name
     return method
@@ -186,7 +197,7 @@ OscarKV.__hash__ = object.__hash__
 
 def _densify(value, name: str):
     if isinstance(value, OscarKV):
-        return value.materialise(name)
+        return value.materialize(name)
     if isinstance(value, (tuple, list)):
         return type(value)([_densify(item, name) for item in value])
     if isinstance(value, dict):
@@ -198,9 +209,10 @@ def _packed_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fal
     """Packed attention if this is a plain K and V pair of one view; None sends the caller to the dense path."""
     if not (isinstance(key, OscarKV) and isinstance(value, OscarKV)) or isinstance(query, OscarKV):
         return None
-    view = key.view_of_layer
-    pair = view is value.view_of_layer and (key.kind, value.kind) == ("k", "v") and key.repeat == value.repeat
-    if not pair or key.form or value.form or dropout_p > 0 or isinstance(attn_mask, OscarKV):
+    view = key.source
+    pair = view is value.source and (key.kind, value.kind) == ("k", "v") and key.repeat == value.repeat
+    plain = key.form is Form.HEADS and value.form is Form.HEADS
+    if not pair or not plain or dropout_p > 0 or isinstance(attn_mask, OscarKV):
         return None
     # Also when the dense path then does the attention: the mask tells where the rows of a padded batch begin.
     view.observe(mask=attn_mask)
@@ -215,14 +227,15 @@ def _packed_matmul(left, right):
     """The two products of eager attention, scores q k^T and weighted sum p v; None sends the caller to the dense path."""
     if not isinstance(right, OscarKV) or isinstance(left, OscarKV) or left.dim() != 4:
         return None
-    if left.shape[1] != right.view_of_layer.kv_heads * right.repeat:
+    view = right.source
+    if left.shape[1] != view.kv_heads * right.repeat:
         return None
-    if right.kind == "v" and right.form == 0:
-        right.view_of_layer.observe(weights=left)
-    if torch.is_grad_enabled() and (left.requires_grad or right.view_of_layer.live is not None):
+    is_scores = right.kind == "k" and right.form is Form.TRANSPOSED
+    is_sum = right.kind == "v" and right.form is Form.HEADS
+    if is_sum:
+        view.observe(weights=left)
+    if torch.is_grad_enabled() and (left.requires_grad or view.live is not None):
         return None
-    if right.kind == "k" and right.form == 3:
-        return right.view_of_layer.scores(left)
-    if right.kind == "v" and right.form == 0:
-        return right.view_of_layer.weighted_sum(left)
-    return None
+    if is_scores:
+        return view.scores(left)
+    return view.weighted_sum(left) if is_sum else None

@@ -1,7 +1,7 @@
-"""The two things that a decode step does to a static layer, and its dense view: as functions, and as operators of torch.
+"""What a decode step does to a static store, place, attend and read: as functions, and as operators of torch.
 
 Lengths are read on the device, so that nothing in a captured graph depends on them. The operators are for compiled models:
-they take a layer as two flat buffers and a text (`static_storage.Layout`), and are registered with torch.library.Library,
+they take a store as two flat buffers and a text (`static_layout.Layout`), and are registered with torch.library.Library,
 whose calls cost a tenth of a custom_op's.
 """
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..artifact.layer_constants import LayerConstants
+from ..dtypes import without_autocast
 from ..errors import CacheStateError
 from ..kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts
 from ..kernels.dequantize import dequantize_rows
@@ -20,15 +20,14 @@ from ..kernels.step import (
     HISTORY,
     LENGTH,
     OVERFLOW,
-    Side,
     encode_ahead_triton,
     place_problem,
     place_tokens_reference,
     place_tokens_triton,
 )
-from ..quantization.packed_rows import PackedRows
-from ..storage.static_layout import Layout, StoredTensors
-from .packed import visible
+from ..masks import visible
+from ..storage.static_layout import Layout, StaticRegions
+from ..storage.static_store import StaticStore, overflow_message
 
 _LIBRARY = torch.library.Library("oscar_hf", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -41,80 +40,80 @@ for _schema in (
     _LIBRARY.define(_schema, tags=_TAGS)
 
 
-def _sides(stored: StoredTensors, constants: LayerConstants, layout: Layout) -> tuple[Side, Side]:
-    """Keys and values of a static layer as the step kernel takes them."""
-    key_side = Side(
-        PackedRows.of(stored.k_codes, stored.k_scale, stored.k_min, layout.key_dim), stored.sink_k, stored.ring_k,
-        layout.key_rule, None if layout.key_is_identity else constants.key_transform, constants.key_mean,
-        constants.key_metric,
-    )  # fmt: skip
-    value_side = Side(
-        PackedRows.of(stored.v_codes, stored.v_scale, stored.v_min, layout.value_dim), stored.sink_v, stored.ring_v,
-        layout.value_rule, None if layout.value_is_identity else constants.value_transform,
-    )  # fmt: skip
-    return key_side, value_side
+# ------------------------------------------------------------------------------------- what views and layers call
+def place_step(store: StaticStore, keys: Tensor, values: Tensor) -> None:
+    """Place a step's tokens [B, H, M, D]."""
+    if torch.compiler.is_compiling():
+        torch.ops.oscar_hf.place(store.storage, store.flat_constants, keys, values, store.spec)
+        return
+    with torch.no_grad(), without_autocast(store.device):
+        _place(store.regions, store.layout, keys, values)
 
 
-def place(stored: StoredTensors, constants: LayerConstants, layout: Layout, keys: Tensor, values: Tensor) -> None:
-    """Place new tokens [B, H, M, D]: `kernels.step.place_tokens_reference` on what a static layer stores."""
-    key_side, value_side = _sides(stored, constants, layout)
-    arguments = (key_side, value_side, keys, values, stored.counters, layout.recent, stored.start, layout.limit)
-    problem = place_problem(key_side, value_side)
+def attend_step(store: StaticStore, query: Tensor, mask: Tensor | None, facts: Tensor | None, scale: float) -> Tensor:
+    """Attention of a step's tokens, [B, Hq, M, D] to [B, Hq, M, Dv] in the query's dtype, causal among them."""
+    if torch.compiler.is_compiling():
+        return torch.ops.oscar_hf.attend(query, store.storage, store.flat_constants, mask, facts, scale, store.spec)
+    with without_autocast(store.device):
+        return _attend(store.regions, store.layout, query, mask, facts, scale)
+
+
+def dense_slots(store: StaticStore, is_key: bool) -> Tensor:
+    """All slots of keys or of values, [B, H, max_cache_len, D] in the model's dtype; those without a token are 0."""
+    if torch.compiler.is_compiling():
+        return torch.ops.oscar_hf.dense(store.storage, store.flat_constants, is_key, store.spec)
+    with torch.no_grad(), without_autocast(store.device):
+        return _dense(store.regions, store.layout, is_key)
+
+
+def mask_facts_of(store: StaticStore, mask: Tensor, new_tokens: int) -> Tensor:
+    """What a step's mask says, int32 [B, 2]: see `kernels.decode.mask_facts`."""
+    if torch.compiler.is_compiling():
+        return torch.ops.oscar_hf.mask_facts(mask, store.storage, new_tokens, store.spec)
+    return mask_facts(mask, store.regions.length, new_tokens)
+
+
+# ------------------------------------------------------------------------------------------------- the functions
+def _place(regions: StaticRegions, layout: Layout, keys: Tensor, values: Tensor) -> None:
+    """`kernels.step.place_tokens_reference` on a static store's regions."""
+    sides, counters = (regions.keys, regions.values), regions.counters
+    arguments = (*sides, keys, values, counters, layout.recent, regions.start, layout.limit)
+    problem = place_problem(*sides)
     if not problem:
         place_tokens_triton(*arguments)
         return
     if keys.is_cuda:
         fall_back(keys.device, problem)
-        _place_on_device(*arguments)
+        if torch.cuda.is_current_stream_capturing():
+            # The reference asks the device for the lengths.
+            raise CacheStateError(
+                "this static cache cannot be captured in a CUDA graph: its head dims are not supported by the kernels; pass "
+                "disable_compile=True to generate(), or leave max_cache_len out"
+            )
+        place_tokens_reference(*arguments)
         return
     place_tokens_reference(*arguments)
-    if stored.counters[OVERFLOW]:
-        stored.counters[OVERFLOW] = 0
-        raise CacheStateError(overflow_message(int(stored.counters[LENGTH]), keys.shape[2], layout.limit))
+    if counters[OVERFLOW]:
+        counters[OVERFLOW] = 0
+        raise CacheStateError(overflow_message(int(counters[LENGTH]), keys.shape[2], layout.limit))
 
 
-def _place_on_device(*arguments):
-    """A GPU that cannot run the kernel: the reference, which asks the device for the lengths."""
-    if torch.cuda.is_current_stream_capturing():
-        raise CacheStateError(
-            "this static cache cannot be captured in a CUDA graph: its head dims are not supported by the kernels; pass "
-            "disable_compile=True to generate(), or leave max_cache_len out"
-        )
-    place_tokens_reference(*arguments)
-
-
-def overflow_message(held: int, new: int, limit: int) -> str:
-    """What is wrong when tokens do not fit a static cache."""
-    return (
-        f"the cache was made for max_cache_len={limit} tokens, holds {held} and was given {new} more, which were not stored: "
-        "use a larger max_cache_len or a growing cache (leave it out), or call reset() for another prompt"
-    )
-
-
-def attend(
-    stored: StoredTensors, constants: LayerConstants, layout: Layout, query: Tensor, mask: Tensor | None,
-    facts: Tensor | None, scale: float,
-) -> Tensor:  # fmt: skip
-    """Attention of the last M tokens, [B, Hq, M, D] to [B, Hq, M, Dv] in the query's dtype, causal among them."""
-    problem = launch_problem(query.device)
-    if query.dtype != stored.sink_k.dtype:
-        problem = f"the decode kernel takes queries of the cache's dtype {stored.sink_k.dtype}, got {query.dtype}"
+def _attend(
+    regions: StaticRegions, layout: Layout, query: Tensor, mask: Tensor | None, facts: Tensor | None, scale: float
+) -> Tensor:
+    problem, dtype = launch_problem(query.device), regions.keys.sink.dtype
+    if query.dtype != dtype:
+        problem = f"the decode kernel takes queries of the cache's dtype {dtype}, got {query.dtype}"
     if not problem:
-        store = DecodeStore(
-            *stored[:10],
-            length=stored.counters[LENGTH : LENGTH + 1], history=stored.counters[HISTORY : HISTORY + 1],
-            key_query=None if layout.key_is_identity else constants.key_query,
-            value_inverse=None if layout.value_is_identity else constants.value_inverse,
-            key_mean=constants.key_mean, start=stored.start,
-        )  # fmt: skip
+        store = DecodeStore(regions.keys, regions.values, regions.length, regions.history, regions.start)
         problem = decode_problem(query, store)
         if not problem:
             return decode_attention(query, store, mask=mask, mask_facts=facts, scale=scale)
     fall_back(query.device, problem)
-    limit, counters, start = layout.limit, stored.counters, stored.start
-    keys, values = (dense(stored, constants, layout, is_key).to(query.dtype) for is_key in (True, False))
+    limit, start = layout.limit, regions.start
+    keys, values = (_dense(regions, layout, is_key).to(query.dtype) for is_key in (True, False))
     slots, new = torch.arange(limit, device=query.device), query.shape[2]
-    newest = counters[LENGTH] - new + torch.arange(new, device=query.device)
+    newest = regions.length - new + torch.arange(new, device=query.device)
     keep = (slots <= newest[:, None])[None, None] & (slots >= start[:, None])[:, None, None]
     if mask is not None:
         keep = keep & visible(mask)
@@ -127,24 +126,17 @@ def attend(
     return torch.where(keep.any(-1, keepdim=True), output, 0).contiguous()
 
 
-def dense(stored: StoredTensors, constants: LayerConstants, layout: Layout, keys: bool) -> Tensor:
-    """All keys or all values, [B, H, limit, D] in the model's dtype; slots that hold no token are 0."""
-    counters, start, limit = stored.counters, stored.start, layout.limit
-    if keys:
-        sink, ring, packed = stored.sink_k, stored.ring_k, (stored.k_codes, stored.k_scale, stored.k_min)
-        inverse, mean = None if layout.key_is_identity else constants.key_inverse, constants.key_mean
-    else:
-        sink, ring, packed = stored.sink_v, stored.ring_v, (stored.v_codes, stored.v_scale, stored.v_min)
-        inverse, mean = None if layout.value_is_identity else constants.value_inverse, None
-    heads, size, dim = sink.shape[1:]
-    rows = PackedRows.of(*packed, dim)
+def _dense(regions: StaticRegions, layout: Layout, is_key: bool) -> Tensor:
+    counters, start, limit = regions.counters, regions.start, layout.limit
+    side = regions.keys if is_key else regions.values
+    sink, ring, (_, heads, size, dim) = side.sink, side.ring, side.sink.shape
     length, packed_end = counters[LENGTH], size + counters[HISTORY]
     slots = torch.arange(limit, device=sink.device)
     # Everything is computed for every slot and picked afterwards: no shape may depend on what the device counts.
     found = ring.index_select(2, (slots - size).clamp(min=0) % ring.shape[2])
-    count = min(rows.capacity, limit - size)
+    count = min(side.rows.capacity, limit - size)
     if count > 0:
-        history = dequantize_rows(rows, 0, count, inverse, mean, sink.dtype)
+        history = dequantize_rows(side, 0, count, sink.dtype)
         is_history = (slots[size : size + count] < packed_end)[:, None]
         found[:, :, size : size + count] = torch.where(is_history, history, found[:, :, size : size + count])
     if size:
@@ -156,35 +148,31 @@ def dense(stored: StoredTensors, constants: LayerConstants, layout: Layout, keys
     return torch.where(seen[:, None, :, None], found, 0)
 
 
-def facts_of(stored: StoredTensors, mask: Tensor, new_tokens: int) -> Tensor:
-    """int32 [B, 2]: see `kernels.decode.mask_facts`."""
-    return mask_facts(mask, stored.counters[LENGTH : LENGTH + 1], new_tokens)
-
-
-def _opened(storage: Tensor, constants: Tensor, spec: str) -> tuple[StoredTensors, LayerConstants, Layout]:
+# ------------------------------------------------------------------------------------------------- the operators
+def _opened(storage: Tensor, constants: Tensor, spec: str) -> tuple[StaticRegions, Layout]:
     layout = Layout.parse(spec)
-    return layout.views(storage), layout.constant_views(constants), layout
+    return layout.open(storage, layout.constant_views(constants)), layout
 
 
-def _place(storage, constants, keys, values, spec):
-    place(*_opened(storage, constants, spec), keys, values)
+def _place_op(storage, constants, keys, values, spec):
+    _place(*_opened(storage, constants, spec), keys, values)
 
 
-def _attend(query, storage, constants, mask, facts, scale, spec):
-    """`attend`, and beside it, on a stream of its own, the encoding of the token that the next step packs.
+def _attend_op(query, storage, constants, mask, facts, scale, spec):
+    """`_attend`, and beside it, on a stream of its own, the encoding of the token that the next step packs.
 
     That writes only where nothing reads before the next `place`, so the operator does not count as one that changes storage.
     """
-    opened = stored, constants, layout = _opened(storage, constants, spec)
-    sides = _sides(*opened)
+    regions, layout = _opened(storage, constants, spec)
+    sides = (regions.keys, regions.values)
     if place_problem(*sides):
-        return attend(*opened, query, mask, facts, scale)
+        return _attend(regions, layout, query, mask, facts, scale)
     beside, stream = _beside(query.device), torch.cuda.current_stream(query.device)
     beside.wait_stream(stream)
     try:
         with torch.cuda.stream(beside):
-            encode_ahead_triton(*sides, stored.counters, layout.recent)
-        return attend(*opened, query, mask, facts, scale)
+            encode_ahead_triton(*sides, regions.counters, layout.recent)
+        return _attend(regions, layout, query, mask, facts, scale)
     finally:
         # Whatever happens, a capture must find its streams joined.
         stream.wait_stream(beside)
@@ -195,23 +183,23 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _dense(storage, constants, keys, spec):
-    return dense(*_opened(storage, constants, spec), keys)
+def _dense_op(storage, constants, keys, spec):
+    return _dense(*_opened(storage, constants, spec), keys)
 
 
-def _mask_facts(mask, storage, new_tokens, spec):
-    return facts_of(Layout.parse(spec).views(storage), mask, new_tokens)
+def _mask_facts_op(mask, storage, new_tokens, spec):
+    return mask_facts(mask, Layout.parse(spec).counters(storage)[LENGTH : LENGTH + 1], new_tokens)
 
 
 def _fake_attend(query, storage, constants, mask, facts, scale, spec):
     # Contiguous whatever the strides of the query, as the kernel returns it.
-    return query.new_empty((*query.shape[:3], Layout.parse(spec).value_dim))
+    return query.new_empty((*query.shape[:3], Layout.parse(spec).values.dim))
 
 
 def _fake_dense(storage, constants, keys, spec):
     layout = Layout.parse(spec)
-    shape = (layout.batch, layout.heads, layout.limit, layout.key_dim if keys else layout.value_dim)
-    return storage.new_empty(shape, dtype=getattr(torch, layout.dtype_name))
+    form = layout.keys if keys else layout.values
+    return storage.new_empty((layout.batch, layout.heads, layout.limit, form.dim), dtype=layout.dtype)
 
 
 def _fake_mask_facts(mask, storage, new_tokens, spec):
@@ -219,10 +207,10 @@ def _fake_mask_facts(mask, storage, new_tokens, spec):
 
 
 for _name, _function, _fake in (
-    ("place", _place, lambda *arguments: None),
-    ("attend", _attend, _fake_attend),
-    ("dense", _dense, _fake_dense),
-    ("mask_facts", _mask_facts, _fake_mask_facts),
+    ("place", _place_op, lambda *arguments: None),
+    ("attend", _attend_op, _fake_attend),
+    ("dense", _dense_op, _fake_dense),
+    ("mask_facts", _mask_facts_op, _fake_mask_facts),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"oscar_hf::{_name}", _fake, lib=_LIBRARY)

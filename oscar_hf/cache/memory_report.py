@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-import torch
+from .layer import OscarLayer
+from .native_layers import tensors_of
 
 REGIONS = ("sink", "recent", "codes", "scale_min", "constants", "native")
 
@@ -95,10 +96,16 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.2f} MiB"
 
 
-def tensors_of(layer) -> list[torch.Tensor]:
-    """Tensors that a layer of transformers' own holds, also inside its dicts of states."""
-    found = []
-    for value in vars(layer).values():
-        parts = value.values() if isinstance(value, dict) else (value,)
-        found += [part for part in parts if isinstance(part, torch.Tensor) and part.numel() > 1]
-    return found
+def layer_memory(index: int, layer) -> LayerMemory:
+    """Bytes of one layer, ours or transformers' own; what waits must be placed."""
+    if isinstance(layer, OscarLayer):
+        if not layer.is_initialized:
+            return LayerMemory(index, "oscar", 0, 0)
+        store = layer.store
+        batch, heads, key_dim, value_dim = store.geometry
+        tokens = store.tokens
+        return LayerMemory(index, "oscar", tokens, tokens * batch * heads * (key_dim + value_dim), store.region_bytes())
+    tensors = tensors_of(layer)
+    tokens = layer.get_seq_length() if hasattr(layer, "get_seq_length") and tensors else 0
+    elements, nbytes = sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)
+    return LayerMemory(index, "native", int(tokens), elements, {"native": nbytes})

@@ -7,7 +7,15 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticLayer
 
 from ..errors import CacheStateError
-from .memory_report import tensors_of
+
+
+def tensors_of(layer) -> list[Tensor]:
+    """Tensors that a layer holds, also inside its dicts of states."""
+    found = []
+    for value in vars(layer).values():
+        parts = value.values() if isinstance(value, dict) else (value,)
+        found += [part for part in parts if isinstance(part, Tensor) and part.numel() > 1]
+    return found
 
 
 def blank_copy(layer) -> dict:

@@ -8,29 +8,19 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticLayer
 
 from ..errors import CacheStateError
+from ..transformers_compat.versions import native_layer_kinds
+from .save_checks import DTYPES
 
-# By name: not every version has all of them.
-_KNOWN = tuple(
-    getattr(cache_utils, name)
-    for name in (
-        "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer", "LinearAttentionLayer",
-        "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer",
-        "LinearAttentionAndStaticFullAttentionLayer", "LinearAttentionAndStaticSlidingWindowAttentionLayer",
-    )
-    if hasattr(cache_utils, name)
-)  # fmt: skip
 _MAX_TENSORS = 64
-# torch's name of a dtype to safetensors'.
-DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
+_FLOATS = {name for dtype, name in DTYPES.items() if dtype.is_floating_point}
 
 
 def state(index: int, layer) -> tuple[dict, dict[str, Tensor]]:
     """Record for the JSON and tensors of a layer. Raises CacheStateError for a kind that is not known."""
-    if type(layer) not in _KNOWN:
+    if type(layer) not in native_layer_kinds():
         raise CacheStateError(
             f"layer {index} is a {type(layer).__name__}, whose state this package does not know how to save: use pickle"
         )
@@ -76,7 +66,7 @@ def expected(path: Path, record: dict) -> dict[str, tuple[str, tuple[int, ...]]]
             found = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
     except SafetensorError as error:
         raise CacheStateError(f"{path} is not a sound safetensors file ({error}): save the cache again") from None
-    if not set(found) <= allowed or any(dtype not in DTYPES.values() for dtype, _ in found.values()):
+    if not set(found) <= allowed or any(dtype not in _FLOATS for dtype, _ in found.values()):
         raise CacheStateError(
             f"{path} holds {found}, allowed are floating tensors {sorted(allowed)}: save the cache again"
         )
@@ -89,7 +79,7 @@ def restore(index: int, layer, record: dict, tensors: dict[str, Tensor]) -> None
     """Put a saved state into a fresh layer."""
     where = f"layer {index} ({type(layer).__name__})"
     attends, linear = isinstance(layer, CacheLayerMixin), isinstance(layer, LinearAttentionCacheLayerMixin)
-    if type(layer) not in _KNOWN or attends != record.get("attends") or linear != ("linear" in record):
+    if type(layer) not in native_layer_kinds() or attends != record.get("attends") or linear != ("linear" in record):
         raise CacheStateError(f"{where}: another kind of layer was saved: it was saved with another model")
     if attends and "keys" in tensors:
         _restore_attention(where, layer, record.get("tokens"), tensors["keys"], tensors["values"])

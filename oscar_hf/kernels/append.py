@@ -1,36 +1,27 @@
-"""Append: centre, rotate, choose the scale, quantize and pack rows into a `PackedRows`."""
+"""Append: center, rotate, choose the scale, quantize and pack rows as history of a `Side`."""
 
 import torch
 from torch import Tensor
 
-from ..quantization.packed_rows import PackedRows, tokens_per_row
-from ..quantization.quantizer import ScaleRule, quantize_rows
+from ..quantization.packed_rows import tokens_per_row
+from ..quantization.quantizer import quantize_rows
+from ..quantization.side import Side
 from .encode import encode, encode_plan, encode_problem, matrix_strides, rotate
 from .launch import fall_back, launch_problem, on_device, tl, triton
 
 
-def append_rows_reference(
-    rows: PackedRows,
-    start: int,
-    x: Tensor,
-    transform: Tensor | None,
-    mean: Tensor | None,
-    rule: ScaleRule,
-    metric: Tensor | None,
-) -> None:
-    """Quantize x and store it as tokens start..start+T-1 of `rows`; room must be reserved.
+def append_rows_reference(side: Side, start: int, x: Tensor) -> None:
+    """Quantize x and store it as history tokens start..start+T-1 of `side`; room must be reserved.
 
-    x: [B, H, T, D] in the model's dtype. transform: float32 [D, D] or [H, D, D], x_rot = (x - mean) @ transform; None
-    stores x - mean as it is (rows that are rotated already). mean: float32 [H, D] or None. metric: float32 [D, D] or
-    [H, D, D], needed by a weighted rule.
+    x: [B, H, T, D] in the model's dtype. x_rot = (x - mean) @ transform is what is quantized, by the side's rule and metric.
     """
     x = x.float()
-    if mean is not None:
-        x = x - mean[:, None, :]
-    if transform is not None:
-        x = x @ transform
-    codes, scale, minimum = quantize_rows(x, rows.group_size, rule, rows.symmetric, metric)
-    rows.write(start, codes, scale, minimum)
+    if side.mean is not None:
+        x = x - side.mean[:, None, :]
+    if side.transform is not None:
+        x = x @ side.transform
+    rows = side.rows
+    rows.write(start, *quantize_rows(x, rows.group_size, side.rule, rows.symmetric, side.metric))
 
 
 @triton.jit(do_not_specialize=["start", "num_tokens"])
@@ -78,8 +69,9 @@ def _append_kernel(
 _MAX_SINGLE_TOKENS, _FEW_TOKENS = 256, 4
 
 
-def append_rows_triton(rows, start, x, transform, mean, rule, metric) -> None:
+def append_rows_triton(side: Side, start: int, x: Tensor) -> None:
     """`append_rows_reference` as one Triton launch, on the GPU that holds x (or in the interpreter)."""
+    rows, transform, mean, rule, metric = side.rows, side.transform, side.mean, side.rule, side.metric
     batch, heads, num_tokens, head_dim = x.shape
     codes, scale = rows.codes, rows.scale
     if codes.shape[:2] != x.shape[:2] or rows.head_dim != head_dim:
@@ -111,11 +103,11 @@ def append_rows_triton(rows, start, x, transform, mean, rule, metric) -> None:
         )  # fmt: skip
 
 
-def append_rows(rows, start, x, transform, mean, rule, metric) -> None:
+def append_rows(side: Side, start: int, x: Tensor) -> None:
     """`append_rows_reference` through the fastest path that can run on the device of x."""
-    problem = launch_problem(x.device) or encode_problem(rows.head_dim, rows.group_size)
+    problem = launch_problem(x.device) or encode_problem(side.rows.head_dim, side.rows.group_size)
     if problem:
         fall_back(x.device, problem)
-        append_rows_reference(rows, start, x, transform, mean, rule, metric)
+        append_rows_reference(side, start, x)
     else:
-        append_rows_triton(rows, start, x, transform, mean, rule, metric)
+        append_rows_triton(side, start, x)

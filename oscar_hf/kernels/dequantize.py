@@ -3,25 +3,24 @@
 import torch
 from torch import Tensor
 
-from ..quantization.packed_rows import PackedRows, tokens_per_row
+from ..quantization.packed_rows import tokens_per_row
 from ..quantization.quantizer import dequantize
+from ..quantization.side import Side
 from .launch import fall_back, head_dim_problem, launch_problem, next_power_of_two, on_device, tl, triton
 
 
-def dequantize_rows_reference(
-    rows: PackedRows, start: int, stop: int, inverse: Tensor | None, mean: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Tokens start..stop-1 of `rows` as [B, H, T, D] in `dtype`.
+def dequantize_rows_reference(side: Side, start: int, stop: int, dtype: torch.dtype, rotated: bool = False) -> Tensor:
+    """History tokens start..stop-1 of `side` as [B, H, T, D] in `dtype`: x_rot @ inverse + mean, or x_rot itself if `rotated`.
 
-    inverse: float32 [D, D] or [H, D, D], x = x_rot @ inverse + mean; None leaves the rows in the rotated basis (and
-    then mean must be None too). mean: float32 [H, D] or None. The arithmetic is float32, or float64 if that is `dtype`.
+    The arithmetic is float32, or float64 if that is `dtype`.
     """
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    x = dequantize(*rows.read(start, stop), dtype=working)
-    if inverse is not None:
-        x = x @ inverse.to(working)
-    if mean is not None:
-        x = x + mean[:, None, :].to(working)
+    x = dequantize(*side.rows.read(start, stop), dtype=working)
+    if not rotated:
+        if side.inverse is not None:
+            x = x @ side.inverse.to(working)
+        if side.mean is not None:
+            x = x + side.mean[:, None, :].to(working)
     return x.to(dtype)
 
 
@@ -102,11 +101,13 @@ def _dequantize_kernel(
     tl.store(out_ptr + positions[:, None] * stride_ot + channels[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def dequantize_rows_triton(rows, start, stop, inverse, mean, dtype) -> Tensor:
+def dequantize_rows_triton(side: Side, start: int, stop: int, dtype: torch.dtype, rotated: bool = False) -> Tensor:
     """`dequantize_rows_reference` as one Triton launch, on the GPU that holds the rows (or in the interpreter).
 
     dtype: float32, float16 or bfloat16.
     """
+    rows = side.rows
+    inverse, mean = (None, None) if rotated else (side.inverse, side.mean)
     batch, heads = rows.codes.shape[:2]
     head_dim = rows.head_dim
     if not 0 <= start <= stop <= rows.capacity:
@@ -137,15 +138,14 @@ def dequantize_rows_triton(rows, start, stop, inverse, mean, dtype) -> Tensor:
     return out
 
 
-def dequantize_rows(rows, start, stop, inverse, mean, dtype) -> Tensor:
+def dequantize_rows(side: Side, start: int, stop: int, dtype: torch.dtype, rotated: bool = False) -> Tensor:
     """`dequantize_rows_reference` through the fastest path that can run on the device of the rows.
 
     float64 is the reference's own precision and always goes to it.
     """
-    device = rows.codes.device
-    problem = launch_problem(device) or head_dim_problem(rows.head_dim)
+    device = side.rows.codes.device
+    problem = launch_problem(device) or head_dim_problem(side.rows.head_dim)
     if problem:
         fall_back(device, problem)
-    if problem or dtype == torch.float64:
-        return dequantize_rows_reference(rows, start, stop, inverse, mean, dtype)
-    return dequantize_rows_triton(rows, start, stop, inverse, mean, dtype)
+    take = dequantize_rows_reference if problem or dtype == torch.float64 else dequantize_rows_triton
+    return take(side, start, stop, dtype, rotated)

@@ -1,18 +1,16 @@
 """Step: everything that a decode step writes to one layer, keys and values, in one launch.
 
-The tokens that fall out of the recent window are centred, rotated, quantized and packed as `append` does it; then the new
+The tokens that fall out of the recent window are centered, rotated, quantized and packed as `append` does it; then the new
 tokens take their places in the sink or in the ring. Lengths are Python ints, or live on the device where a compiled model
 must not depend on them. There the token that the next step will pack can be encoded ahead, beside other work: most of a step's
 time is one token's search for its scale.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from ..quantization.packed_rows import PackedRows, tokens_per_row
-from ..quantization.quantizer import ScaleRule
+from ..quantization.packed_rows import tokens_per_row
+from ..quantization.side import Side
 from .append import append_rows_reference
 from .encode import encode, encode_plan, encode_problem, matrix_strides, rotate
 from .launch import launch_problem, next_power_of_two, on_device, tl, triton
@@ -21,20 +19,6 @@ from .launch import launch_problem, next_power_of_two, on_device, tl, triton
 # launches), 1 once a step did not fit, and tokens whose codes are already there (counts where it is more than HISTORY).
 LENGTH, HISTORY, TICKET, OVERFLOW, AHEAD = range(5)
 COUNTERS = 5
-
-
-@dataclass
-class Side:
-    """The keys or the values of one layer. sink [B, H, S, D] and ring [B, H, R, D] in the model's dtype, dense rows;
-    transform float32 [D, D] or [H, D, D] or None, mean [H, D] or None, metric as transform, for a weighted rule."""
-
-    rows: PackedRows
-    sink: Tensor
-    ring: Tensor
-    rule: ScaleRule
-    transform: Tensor | None
-    mean: Tensor | None = None
-    metric: Tensor | None = None
 
 
 def packed_after(length: int, history: int, sink: int, recent: int) -> int:
@@ -71,7 +55,7 @@ def place_tokens_reference(
         if packed > history:
             index = torch.arange(history, packed, device=rows.device) % ring
             gone = side.ring[:, :, index]
-            append_rows_reference(side.rows, history, gone, side.transform, side.mean, side.rule, side.metric)
+            append_rows_reference(side, history, gone)
             if start is not None:
                 _copy_to_sink(side.sink, gone, sink + history, begins)
         _copy_to_sink(side.sink, rows[:, :, : max(0, sink - length)], length, begins)
@@ -93,7 +77,7 @@ def encode_ahead_reference(keys: Side, values: Side, counters: Tensor, recent: i
         return
     for side in (keys, values):
         oldest = side.ring[:, :, history % side.ring.shape[2]].unsqueeze(2)
-        append_rows_reference(side.rows, history, oldest, side.transform, side.mean, side.rule, side.metric)
+        append_rows_reference(side, history, oldest)
     counters[AHEAD] = history + 1
 
 

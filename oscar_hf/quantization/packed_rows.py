@@ -44,6 +44,17 @@ def unpack_token_bytes(token_bytes: Tensor, head_dim: int) -> Tensor:
     return (planes >> shifts & 3).flatten(-3 if head_dim != PAIRED_HEAD_DIM else -2)
 
 
+def packed_shapes(
+    batch: int, heads: int, head_dim: int, group_size: int, symmetric: bool, tokens: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of each tensor that stores `tokens` rows, by name; the one home of the layout above the level of words."""
+    per_row = tokens_per_row(head_dim)
+    qparams = (torch.float16, (batch, heads, tokens, head_dim // group_size))
+    # A row of words that holds two tokens is stored whole.
+    shapes = {"codes": (torch.int16, (batch, heads, -(-tokens // per_row), head_dim // 8 * per_row)), "scale": qparams}
+    return shapes if symmetric else {**shapes, "min": qparams}
+
+
 class PackedRows:
     """Growing store of the quantized rows of one tensor (keys or values) of one layer.
 
@@ -53,26 +64,30 @@ class PackedRows:
 
     def __init__(self, batch, heads, head_dim, group_size, symmetric, device, capacity=0):
         self.head_dim, self.group_size, self.symmetric = head_dim, group_size, symmetric
-        self.codes, self.scale, self.min = self._allocate(batch, heads, capacity, device)
+        self._set(self._allocate(batch, heads, capacity, device))
 
     @classmethod
-    def of(cls, codes: Tensor, scale: Tensor, minimum: Tensor | None, head_dim: int) -> "PackedRows":
-        """A store over tensors that exist already."""
+    def of(cls, tensors: dict[str, Tensor], head_dim: int) -> "PackedRows":
+        """A store over tensors that exist already, named as in `packed_shapes`."""
         rows = cls.__new__(cls)
-        rows.head_dim, rows.group_size, rows.symmetric = head_dim, head_dim // scale.shape[3], minimum is None
-        rows.codes, rows.scale, rows.min = codes, scale, minimum
+        rows.head_dim, rows.symmetric = head_dim, "min" not in tensors
+        rows.group_size = head_dim // tensors["scale"].shape[3]
+        rows._set(tensors)
         return rows
 
-    def _allocate(self, batch, heads, capacity, device):
-        # A row of words that holds two tokens is allocated whole.
-        rows = -(-capacity // tokens_per_row(self.head_dim))
-        capacity = rows * tokens_per_row(self.head_dim)
-        words = self.head_dim // 8 * tokens_per_row(self.head_dim)
+    def _set(self, tensors: dict[str, Tensor]) -> None:
+        self.codes, self.scale, self.min = tensors["codes"], tensors["scale"], tensors.get("min")
+
+    def shapes(self, tokens: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """`packed_shapes` of this store for a number of tokens."""
+        batch, heads = self.codes.shape[:2]
+        return packed_shapes(batch, heads, self.head_dim, self.group_size, self.symmetric, tokens)
+
+    def _allocate(self, batch, heads, capacity, device) -> dict[str, Tensor]:
+        capacity = -(-capacity // tokens_per_row(self.head_dim)) * tokens_per_row(self.head_dim)
+        shapes = packed_shapes(batch, heads, self.head_dim, self.group_size, self.symmetric, capacity)
         # Zeroed, not empty: unused capacity must never hold a NaN that 0 * NaN would let through.
-        codes = torch.zeros(batch, heads, rows, words, dtype=torch.int16, device=device)
-        shape = (batch, heads, capacity, self.head_dim // self.group_size)
-        scale = torch.zeros(shape, dtype=torch.float16, device=device)
-        return codes, scale, None if self.symmetric else torch.zeros_like(scale)
+        return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}
 
     @property
     def capacity(self) -> int:
@@ -80,14 +95,13 @@ class PackedRows:
         return self.scale.shape[2]
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The stored tensors: codes, scale and, unless symmetric, min."""
-        return [self.codes, self.scale] + ([] if self.min is None else [self.min])
+    def named(self) -> dict[str, Tensor]:
+        """The stored tensors by name: codes, scale and, unless symmetric, min."""
+        return {"codes": self.codes, "scale": self.scale} | ({} if self.min is None else {"min": self.min})
 
-    def map(self, function) -> None:
-        """Replace every stored tensor by `function(tensor)`: gathers over the batch, moves between devices."""
-        self.codes, self.scale = function(self.codes), function(self.scale)
-        self.min = None if self.min is None else function(self.min)
+    def mapped(self, function) -> "PackedRows":
+        """A store of `function(tensor)` for every stored tensor: gathers over the batch, moves between devices."""
+        return PackedRows.of({name: function(tensor) for name, tensor in self.named.items()}, self.head_dim)
 
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
@@ -97,11 +111,25 @@ class PackedRows:
         # The first allocation is a prompt of known size; only a store that already grew once earns more slack.
         wanted = tokens + _ROUND if self.capacity == 0 else max(tokens, int(self.capacity * _GROWTH))
         wanted = -(-wanted // _ROUND) * _ROUND
-        old = self.tensors
-        batch, heads = self.codes.shape[:2]
-        self.codes, self.scale, self.min = self._allocate(batch, heads, wanted, self.codes.device)
-        for new, previous in zip(self.tensors, old):
-            new[:, :, : previous.shape[2]] = previous
+        new = self._allocate(*self.codes.shape[:2], wanted, self.codes.device)
+        for name, old in self.named.items():
+            new[name][:, :, : old.shape[2]] = old
+        self._set(new)
+
+    def in_use(self, tokens: int) -> dict[str, Tensor]:
+        """The tensors of the first `tokens` rows by name, without slack."""
+        found = {name: self.named[name][:, :, : shape[2]] for name, (_, shape) in self.shapes(tokens).items()}
+        if tokens % tokens_per_row(self.head_dim):
+            # The second token of the last row of words was taken back or never there.
+            found["codes"] = found["codes"].clone()
+            found["codes"][:, :, -1].view(torch.uint8).unflatten(-1, (-1, 2))[..., 1] = 0
+        return found
+
+    def fill(self, tensors: dict[str, Tensor], tokens: int) -> None:
+        """Take what `in_use` gave of another store."""
+        self.reserve(tokens)
+        for name, tensor in tensors.items():
+            self.named[name][:, :, : tensor.shape[2]] = tensor
 
     def _token_bytes_view(self, start: int, stop: int) -> Tensor:
         """uint8 view [B, H, rows, tokens_per_row, D/4] of the whole rows that hold tokens start..stop-1."""

@@ -1,12 +1,12 @@
-"""One flat buffer for all that a static layer stores, and the text that says what lies where.
+"""One flat buffer for all that a static store holds, and the text that says what lies where.
 
 A compiled model checks each tensor that it reads outside of its graph before every step, and a layer has two dozen: as one
 buffer and one string they cost what a single tensor costs.
 """
 
-import ast
 import dataclasses
 import functools
+import json
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,132 +15,141 @@ import torch
 from torch import Tensor
 
 from ..artifact.layer_constants import LayerConstants
-from ..kernels.step import COUNTERS
-from ..quantization.packed_rows import tokens_per_row
+from ..kernels.step import COUNTERS, HISTORY, LENGTH
+from ..quantization.packed_rows import PackedRows, packed_shapes
 from ..quantization.quantizer import ScaleRule
+from ..quantization.side import Side, SideFormat
 
 # Kernels load up to 16 bytes at a time, and caches work in lines of 128.
 _ALIGN = 256
 
 
-class StoredTensors(NamedTuple):
-    """What a static layer stores, as `kernels.decode.DecodeStore` describes it; mins None where symmetric.
+class Region(NamedTuple):
+    """Where a tensor lies in the flat buffer."""
 
-    counters: int32 [COUNTERS], see kernels/step.py; start: int32 [B], first real slot of each row.
-    """
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
 
-    k_codes: Tensor
-    k_scale: Tensor
-    k_min: Tensor | None
-    v_codes: Tensor
-    v_scale: Tensor
-    v_min: Tensor | None
-    sink_k: Tensor
-    sink_v: Tensor
-    ring_k: Tensor
-    ring_v: Tensor
+    def view(self, storage: Tensor) -> Tensor:
+        """The tensor inside a buffer."""
+        return storage[self.begin : self.begin + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass
+class StaticRegions:
+    """A static store's tensors as views of its buffer: the two sides; counters, int32 [COUNTERS], see kernels/step.py; start,
+    int32 [B], the first real slot of each row."""
+
+    keys: Side
+    values: Side
     counters: Tensor
     start: Tensor
+
+    @property
+    def length(self) -> Tensor:
+        """Slots held, int32 [1]."""
+        return self.counters[LENGTH : LENGTH + 1]
+
+    @property
+    def history(self) -> Tensor:
+        """Slots packed, int32 [1]."""
+        return self.counters[HISTORY : HISTORY + 1]
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that belongs to the sequence, but for counters and start."""
+        return [
+            tensor for side in (self.keys, self.values) for tensor in (*side.rows.named.values(), side.sink, side.ring)
+        ]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Geometry and rules of a static layer: all that its operators must know besides the two buffers.
+    """Geometry and rules of a static store: all that its operators must know besides the two buffers.
 
-    capacity: packed tokens that fit; limit: tokens that fit in all; *_is_identity: whether the transform is left out;
-    constants: kind of each constant in the order of FLAT_ORDER, "-" for none, "s" for one that the KV heads share, "h" for
-    one per head.
+    capacity: packed tokens that fit; limit: tokens that fit in all; constants: kind of each constant in the order of
+    FLAT_ORDER, "-" for none, "s" for one that the KV heads share, "h" for one per head.
     """
 
     batch: int
     heads: int
-    key_dim: int
-    value_dim: int
+    keys: SideFormat
+    values: SideFormat
     sink: int
     ring: int
     recent: int
     capacity: int
     limit: int
-    key_group: int
-    value_group: int
-    key_symmetric: bool
-    value_symmetric: bool
-    key_rule_name: str
-    value_rule_name: str
-    key_is_identity: bool
-    value_is_identity: bool
     dtype_name: str
     constants: str
 
     @functools.cached_property
     def spec(self) -> str:
-        """The layout as the text that operators take."""
-        return repr(dataclasses.astuple(self))
+        """The layout as the text that operators take: JSON, so that fields go by name. It must mean the same in every process,
+        for compiled graphs are cached on disk with it."""
+        return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(spec: str) -> "Layout":
         """The layout that a spec stands for."""
-        return Layout(*ast.literal_eval(spec))
+        fields = json.loads(spec)
+        for name in ("keys", "values"):
+            form = fields[name]
+            fields[name] = SideFormat(**{**form, "rule": ScaleRule(**form["rule"])})
+        return Layout(**fields)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return getattr(torch, self.dtype_name)
 
     @functools.cached_property
-    def key_rule(self) -> ScaleRule:
-        """How key scales are chosen."""
-        return ScaleRule.parse(self.key_rule_name)
-
-    @functools.cached_property
-    def value_rule(self) -> ScaleRule:
-        """How value scales are chosen."""
-        return ScaleRule.parse(self.value_rule_name)
-
-    @functools.cached_property
-    def _regions(self) -> tuple:
-        """(dtype, shape, first byte, bytes) of each stored tensor, None for one that is left out."""
-        dtype, rows = getattr(torch, self.dtype_name), (self.batch, self.heads)
-
-        def packed(dim, group, symmetric):
-            per_row = tokens_per_row(dim)
-            qparams = (torch.float16, (*rows, self.capacity, dim // group))
-            codes = (torch.int16, (*rows, self.capacity // per_row, dim // 8 * per_row))
-            return codes, qparams, None if symmetric else qparams
-
-        kinds = (
-            *packed(self.key_dim, self.key_group, self.key_symmetric),
-            *packed(self.value_dim, self.value_group, self.value_symmetric),
-            *(
-                (dtype, (*rows, count, dim))
-                for count in (self.sink, self.ring)
-                for dim in (self.key_dim, self.value_dim)
-            ),
-            (torch.int32, (COUNTERS,)),
-            (torch.int32, (self.batch,)),
-        )
-        placed, at = [], 0
-        for kind in kinds:
-            if kind is None:
-                placed.append(None)
-                continue
-            size = math.prod(kind[1]) * kind[0].itemsize
-            placed.append((*kind, at, size))
-            at += -(-size // _ALIGN) * _ALIGN
-        return tuple(placed)
+    def _regions(self) -> dict[str, Region]:
+        """Where each tensor lies; one that is left out is missing."""
+        kinds, forms = {}, {"keys": self.keys, "values": self.values}
+        for name, form in forms.items():
+            shapes = packed_shapes(self.batch, self.heads, form.dim, form.group_size, form.symmetric, self.capacity)
+            kinds |= {f"{name}.{tensor}": kind for tensor, kind in shapes.items()}
+        for window, size in (("sink", self.sink), ("ring", self.ring)):
+            for name, form in forms.items():
+                kinds[f"{name}.{window}"] = (self.dtype, (self.batch, self.heads, size, form.dim))
+        kinds["counters"] = (torch.int32, (COUNTERS,))
+        kinds["start"] = (torch.int32, (self.batch,))
+        placed, at = {}, 0
+        for name, (dtype, shape) in kinds.items():
+            placed[name] = Region(dtype, shape, at, math.prod(shape) * dtype.itemsize)
+            at += -(-placed[name].nbytes // _ALIGN) * _ALIGN
+        return placed
 
     @property
     def nbytes(self) -> int:
         """Bytes of the flat buffer."""
-        last = self._regions[-1]
-        return last[2] + -(-last[3] // _ALIGN) * _ALIGN
+        last = self._regions["start"]
+        return last.begin + -(-last.nbytes // _ALIGN) * _ALIGN
 
     def new_storage(self, device: torch.device) -> Tensor:
         """A zeroed buffer, uint8: unused capacity must never hold a NaN that 0 * NaN would let through."""
         return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
 
-    def views(self, storage: Tensor) -> StoredTensors:
-        """The stored tensors inside a buffer."""
-        return StoredTensors(
-            *(None if r is None else storage[r[2] : r[2] + r[3]].view(r[0]).view(r[1]) for r in self._regions)
-        )
+    def open(self, storage: Tensor, constants: LayerConstants) -> StaticRegions:
+        """The tensors inside a buffer, with the constants that their rows are transformed by."""
+
+        views = {name: region.view(storage) for name, region in self._regions.items()}
+
+        def side(kind: str, name: str, form: SideFormat) -> Side:
+            own = {full.partition(".")[2]: view for full, view in views.items() if full.startswith(f"{name}.")}
+            windows = {window: own.pop(window) for window in ("sink", "ring")}
+            return Side(form, PackedRows.of(own, form.dim), **constants.of_side(kind, form.is_identity), **windows)
+
+        sides = side("key", "keys", self.keys), side("value", "values", self.values)
+        return StaticRegions(*sides, views["counters"], views["start"])
+
+    def counters(self, storage: Tensor) -> Tensor:
+        """The counters alone inside a buffer."""
+        return self._regions["counters"].view(storage)
 
     def constant_views(self, flat: Tensor) -> LayerConstants:
         """The constants inside their flat buffer, float32."""
-        return LayerConstants.from_flat(flat, self.constants, self.heads, self.key_dim, self.value_dim)
+        return LayerConstants.from_flat(flat, self.constants, self.heads, self.keys.dim, self.values.dim)

@@ -23,7 +23,7 @@ its name; `split` is made of `split_history` and `split_windows`, `elements` is 
 """
 
 from .attend import decode_attention
-from .masks import mask_facts
+from .mask_facts import mask_facts
 from .store import MAX_NEW_TOKENS, DecodeStore, decode_problem
 from .tuning import Tuning, splits_in_use
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...quantization.packed_rows import PAIRED_HEAD_DIM
 from ..launch import interpreting, next_power_of_two
 from ..launch import on_device as on_device_of
-from .masks import mask_arguments
+from .mask_facts import mask_arguments
 from .merge import merge_kernel
 from .prepare import prepare_kernel
 from .split import split_kernel
@@ -49,10 +49,12 @@ def decode_attention(
     tuning: for benchmarks. Slots are causal among the new tokens; a row that may attend to nothing gives zeros.
     """
     batch, heads, new, head_dim = query.shape
-    kv_heads, groups = store.k_codes.shape[1], store.k_scale.shape[-1]
+    key, value = store.keys, store.values
+    keys, values = key.rows, value.rows
+    kv_heads, groups = keys.codes.shape[1], keys.scale.shape[-1]
     rep = heads // kv_heads
     cols = rep * new
-    sink, ring = store.sink_k.shape[2], store.ring_k.shape[2]
+    sink, ring = key.sink.shape[2], key.ring.shape[2]
     t = tuning or choose_tuning(query, store)
     chunks = -(-cols // t.columns)
     on_device = isinstance(store.history, Tensor)
@@ -61,7 +63,7 @@ def decode_attention(
     ring_used = ring if on_device else max(0, store.length - sink - store.history)
     n_sink = -(-sink_used // t.window)
     n_window = n_sink + -(-ring_used // t.window)
-    most = store.k_scale.shape[2] if on_device else store.history
+    most = keys.scale.shape[2] if on_device else store.history
     splits = splits_in_use(most, t)
     if on_device or store.start is not None or mask_facts is not None:
         # Fewer blocks than the most may take more splits than those, whose shares are rounded up.
@@ -70,7 +72,7 @@ def decode_attention(
     offset = 0 if t.together else n_window
     parts = n_window + splits
     grid = max(1, n_window, offset + splits if splits else 0)
-    symmetric = store.k_min is None
+    symmetric = keys.min is None
     pair = head_dim == PAIRED_HEAD_DIM
     slice_ = min(t.prepare_slice, head_dim // groups)
 
@@ -85,8 +87,9 @@ def decode_attention(
     if query.stride(3) != 1:
         query = query.contiguous()
     query_strides = query.stride()[:3]
-    key_query = None if store.key_query is None else store.key_query.contiguous()
-    value_inverse = store.value_inverse
+    key_query = key.query_transform
+    key_query = None if key_query is None else key_query.contiguous()
+    value_inverse = value.inverse
     turned = value_inverse is not None and not value_inverse.is_contiguous()
     if turned:
         # An inverse is usually kept as a view of its orthogonal transform: no copy then.
@@ -96,27 +99,27 @@ def decode_attention(
     scale = (head_dim**-0.5 if scale is None else scale) * LOG2E
     cap = 0.0 if softcap is None else softcap * LOG2E
     if not symmetric:
-        _strides(store.k_scale, store.k_min, "mins")
-        _strides(store.k_scale, store.v_min, "mins")
+        _strides(keys.scale, keys.min, "mins")
+        _strides(keys.scale, values.min, "mins")
     rotate = value_inverse is not None
     after_prepare = t.pdl and splits > 0
     with on_device_of(device):
         if splits:
             prepare_kernel[(-(-batch // t.prepare_rows) * kv_heads, chunks, head_dim // slice_)](
-                query, key_query, store.key_mean, frag, info, *query_strides, _head_stride(key_query),
+                query, key_query, key.mean, frag, info, *query_strides, _head_stride(key_query),
                 batch, cols, chunks, new, scale,
                 HKV=kv_heads, REP=rep, D=head_dim, NC=t.columns, TILES=t.tiles, RB=t.prepare_rows, SLICE=slice_,
-                ROTATE=key_query is not None, CENTRED=store.key_mean is not None, PDL=t.pdl,
+                ROTATE=key_query is not None, CENTRED=key.mean is not None, PDL=t.pdl,
                 num_warps=t.prepare_warps,
             )  # fmt: skip
         split_kernel[(batch * kv_heads, grid, chunks)](
-            query, frag, info, store.k_codes, store.k_scale, store.k_scale if symmetric else store.k_min,
-            store.v_codes, store.v_scale, store.v_scale if symmetric else store.v_min,
-            store.sink_k, store.sink_v, store.ring_k, store.ring_v, store.start, mask, mask_facts,
+            query, frag, info, keys.codes, keys.scale, keys.scale if symmetric else keys.min,
+            values.codes, values.scale, values.scale if symmetric else values.min,
+            key.sink, value.sink, key.ring, value.ring, store.start, mask, mask_facts,
             partial, max_sum, store.length, store.history,
-            *query_strides, *_strides(store.k_codes, store.v_codes, "codes"),
-            *_strides(store.k_scale, store.v_scale, "scales"), *_strides(store.sink_k, store.sink_v, "sink"),
-            *_strides(store.ring_k, store.ring_v, "ring"), *mask_strides, facts_stride,
+            *query_strides, *_strides(keys.codes, values.codes, "codes"),
+            *_strides(keys.scale, values.scale, "scales"), *_strides(key.sink, value.sink, "sink"),
+            *_strides(key.ring, value.ring, "ring"), *mask_strides, facts_stride,
             sink, ring, n_sink, n_window, t.window, t.ahead, offset, t.splits, t.longest, int(t.alone), parts,
             cols, new, scale, mask_floor, cap,
             HKV=kv_heads, REP=rep, D=head_dim, NG=groups, NC=t.columns, TILES=t.tiles, BT=t.block, STAGES=t.stages,

@@ -1,31 +1,15 @@
 """Plain-PyTorch references of the kernels that read the cache: the specification the tests compare them with."""
 
 import torch
-from torch import Tensor
 
-
-def _unpack(codes: Tensor, head_dim: int) -> Tensor:
-    """int16 words to codes [B, H, C, D] (layout: packed.py)."""
-    words = codes.to(torch.int32)
-    crumbs = torch.stack([words >> 2 * i & 3 for i in range(8)], -2)
-    if head_dim == 64:
-        return crumbs.unflatten(-2, (2, 4)).flatten(-2).flatten(2, 3)
-    return crumbs.flatten(-2)
-
-
-def _dequantize(codes, scale, minimum, head_dim, tokens, dtype):
-    """First `tokens` rows in the rotated basis."""
-    levels = _unpack(codes, head_dim)[:, :, :tokens].to(dtype)
-    step = scale[:, :, :tokens].to(dtype).repeat_interleave(head_dim // scale.shape[-1], -1)
-    if minimum is None:
-        return step * (levels - 1.5)
-    return minimum[:, :, :tokens].to(dtype).repeat_interleave(head_dim // scale.shape[-1], -1) + step * levels
+from ...masks import hidden_below, visible
+from ...quantization.quantizer import dequantize
 
 
 def decode_attention_reference(query, store, mask=None, scale=None, softcap=None, s_aux=None, dtype=torch.float64):
     """What `decode_attention` computes, in `dtype`: same arguments, output [B, Hq, M, D] in `dtype`."""
     batch, heads, new, head_dim = query.shape
-    kv_heads, sink, ring = store.k_codes.shape[1], store.sink_k.shape[2], store.ring_k.shape[2]
+    kv_heads, sink, ring = store.keys.rows.codes.shape[1], store.keys.sink.shape[2], store.keys.ring.shape[2]
     rep = heads // kv_heads
     n, h, device = int(store.length), int(store.history), query.device
     scale = head_dim**-0.5 if scale is None else scale
@@ -47,20 +31,20 @@ def decode_attention_reference(query, store, mask=None, scale=None, softcap=None
     r = torch.arange(sink + h, max(n, sink + h), device=device)
     regions.append((r.expand(batch, -1), r >= start))
     slot = torch.cat([s for s, _ in regions], 1)
-    visible = torch.cat([v.expand(batch, -1) for _, v in regions], 1)
+    in_row = torch.cat([v.expand(batch, -1) for _, v in regions], 1)
 
-    k_hat = _dequantize(store.k_codes, store.k_scale, store.k_min, head_dim, h, dtype)
-    v_hat = _dequantize(store.v_codes, store.v_scale, store.v_min, head_dim, h, dtype)
+    # In the rotated basis.
+    k_hat, v_hat = (dequantize(*side.rows.read(0, h), dtype=dtype) for side in (store.keys, store.values))
     ring_at = (r - sink) % ring
-    q_rot = torch.einsum("bhgmd,hde->bhgme", q, per_head(store.key_query))
+    q_rot = torch.einsum("bhgmd,hde->bhgme", q, per_head(store.keys.query_transform))
     history = q_rot @ k_hat[:, :, None].mT
-    if store.key_mean is not None:
-        history = history + torch.einsum("bhgmd,hd->bhgm", q, store.key_mean.to(dtype))[..., None]
+    if store.keys.mean is not None:
+        history = history + torch.einsum("bhgmd,hd->bhgm", q, store.keys.mean.to(dtype))[..., None]
     scores = torch.cat(
         [
-            q @ store.sink_k.to(dtype)[:, :, None].mT,
+            q @ store.keys.sink.to(dtype)[:, :, None].mT,
             history,
-            q @ store.ring_k.to(dtype)[:, :, ring_at][:, :, None].mT,
+            q @ store.keys.ring.to(dtype)[:, :, ring_at][:, :, None].mT,
         ],
         -1,
     )
@@ -68,7 +52,7 @@ def decode_attention_reference(query, store, mask=None, scale=None, softcap=None
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     oldest_new = n - new + torch.arange(new, device=device)
-    keep = visible[:, None, :] & (slot[:, None, :] <= oldest_new[None, :, None])
+    keep = in_row[:, None, :] & (slot[:, None, :] <= oldest_new[None, :, None])
     keep = keep[:, None, None].expand(batch, kv_heads, rep, new, -1)
     if mask is not None:
         full = mask.expand(batch, heads, new, -1).unflatten(1, (kv_heads, rep))
@@ -77,7 +61,7 @@ def decode_attention_reference(query, store, mask=None, scale=None, softcap=None
         if mask.dtype == torch.bool:
             keep = keep & full
         else:
-            keep = keep & (full > torch.finfo(mask.dtype).min / 2)
+            keep = keep & (full > hidden_below(mask.dtype))
             scores = scores + full.to(dtype)
     scores = scores.masked_fill(~keep, float("-inf"))
     top = scores.amax(-1, keepdim=True)
@@ -90,8 +74,8 @@ def decode_attention_reference(query, store, mask=None, scale=None, softcap=None
     if s_aux is not None:
         total = total + torch.exp(aux - top)
     weights = weights / total.masked_fill(total == 0, 1)
-    values = torch.einsum("bhtd,hde->bhte", v_hat, per_head(store.value_inverse))
-    values = torch.cat([store.sink_v.to(dtype), values, store.ring_v.to(dtype)[:, :, ring_at]], 2)
+    values = torch.einsum("bhtd,hde->bhte", v_hat, per_head(store.values.inverse))
+    values = torch.cat([store.values.sink.to(dtype), values, store.values.ring.to(dtype)[:, :, ring_at]], 2)
     return (weights @ values[:, :, None]).flatten(1, 2)
 
 
@@ -99,7 +83,7 @@ def mask_facts_reference(mask, length, new_tokens):
     """What `mask_facts` computes: same arguments, same result."""
     slot = torch.arange(mask.shape[-1], device=mask.device)
     used = slot < length
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    seen = visible(mask)
     seen = (seen & used).expand(-1, -1, new_tokens, -1)
     first = torch.where(seen.any((1, 2)), slot, length).amin(-1)
     newest = length - new_tokens + torch.arange(new_tokens, device=mask.device)

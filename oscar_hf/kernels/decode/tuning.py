@@ -87,7 +87,7 @@ def _device_facts(index: int) -> tuple[int, bool]:
 def choose_tuning(query: Tensor, store: DecodeStore) -> Tuning:
     """Tuned on an H200; the reasons are in the comments, so that another device can be reasoned about."""
     batch, heads, new, head_dim = query.shape
-    kv_heads = store.k_codes.shape[1]
+    kv_heads = store.keys.rows.codes.shape[1]
     cols = heads // kv_heads * new
     # Two tiles share 8 columns where at most 4 are needed. At D = 64 a row of words is two tokens, so always two tiles.
     tiles = 2 if head_dim == PAIRED_HEAD_DIM or (cols <= 4 and head_dim == 128) else 1
@@ -108,7 +108,7 @@ def choose_tuning(query: Tensor, store: DecodeStore) -> Tuning:
     if few:
         # Windows take longer than the wait for the queries there, so they get programs of their own.
         window = 64
-        splits -= sum(-(-x.shape[2] // window) for x in (store.sink_k, store.ring_k))
+        splits -= sum(-(-x.shape[2] // window) for x in (store.keys.sink, store.keys.ring))
     else:
         # A program takes a piece while it waits for the queries, the smaller the more programs share them.
         window = 16 if splits >= 8 else 64
@@ -117,7 +117,7 @@ def choose_tuning(query: Tensor, store: DecodeStore) -> Tuning:
     # rotating also where plain sums would run out of registers. (With more parts than one pass takes, merging that way is
     # slower than any other: 50 us at batch 8.)
     rows = max(1, 16 // columns)
-    tokens = store.k_scale.shape[2] if isinstance(store.history, Tensor) else store.history
+    tokens = store.keys.rows.scale.shape[2] if isinstance(store.history, Tensor) else store.history
     by16 = programs >= sms and max(splits, -(-tokens // (4096 * tiles))) <= 512 // head_dim
     if on_cpu:
         merge = dict(merge_columns=min(4, columns), merge_parts=16, merge_slice=head_dim // 2)

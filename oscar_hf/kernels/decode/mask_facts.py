@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...masks import hidden_below
 from ..launch import interpreting, launch_problem, on_device, tl, triton
 from .reference import mask_facts_reference
 
@@ -68,5 +69,4 @@ def mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, int, float, tupl
     strides = tuple(0 if size == 1 else step for size, step in zip(mask.shape, mask.stride()))
     if mask.dtype == torch.bool:
         return mask.view(torch.uint8), 1, 0.0, strides
-    # transformers fills masked places with the most negative number of the mask's own type; -inf is below it too.
-    return mask, 2, torch.finfo(mask.dtype).min / 2, strides
+    return mask, 2, hidden_below(mask.dtype), strides

@@ -1,0 +1,78 @@
+"""What a cache watches for while a model writes to it: mistakes that would otherwise give wrong text without a word."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from ..artifact.artifact import Artifact
+from ..errors import CacheStateError
+from .layer import OscarLayer
+
+# Fewer equal tokens at the start of two turns are likely chance (a BOS token, a chat header).
+_REPEATED_TOKENS = 16
+# Frames between a warning here and the model's own call of `update`, in Python's way of counting.
+_STACK_LEVEL = 6
+
+
+class Guards:
+    """The checks, and what they remember between updates."""
+
+    def __init__(self, artifact: Artifact, has_cross_attention: bool, layers: int):
+        self._source, self._longest = artifact.source, artifact.config.longest_calibrated
+        # With one layer two writes in a row are what two forwards do, so there it goes unnoticed.
+        self._watches_cross_attention = has_cross_attention and layers > 1
+        self._last_updated: int | None = None
+        self._warned_of_length = False
+
+    def refuse_cross_attention(self, layer_idx: int, layer) -> None:
+        """Raise CacheStateError if an encoder-decoder model was given a bare cache: it then writes to each layer twice in a row,
+        self-attention and cross-attention."""
+        if not self._watches_cross_attention:
+            return
+        again, self._last_updated = layer_idx == self._last_updated, layer_idx
+        if again and layer.get_seq_length():
+            raise CacheStateError(
+                "this encoder-decoder model was given a bare OscarCache, which would mix its cross-attention into its "
+                "self-attention; pass EncoderDecoderCache(OscarCache(model.config, ...), DynamicCache()) instead"
+            )
+
+    def warn_beyond_calibration(self, tokens: int, stacklevel: int = _STACK_LEVEL) -> None:
+        """Say once that constants made from short sequences do not hold for long ones (keys drift with the position)."""
+        if self._longest is None or tokens <= self._longest or self._warned_of_length:
+            return
+        self._warned_of_length = True
+        warnings.warn(
+            f"oscar_hf: this cache is to hold {tokens} tokens, but {self._source} was calibrated on sequences of {self._longest}, "
+            "and quality can collapse beyond that: calibrate it on longer text (`oscar-hf calibrate --context N --tokens N`)",
+            stacklevel=stacklevel,
+        )
+
+    def check_new_forward(self, layers: list[OscarLayer], value_states: Tensor) -> None:
+        """At the start of a forward: refuse to go on after an interrupted one, warn if the prompt is being fed again or is longer
+        than what was calibrated. layers: all packed ones, the first of which is being written to."""
+        first = layers[0].store
+        held = first.held
+        lengths = {layer.store.held for layer in layers} - {0}
+        if len(lengths) > 1:
+            raise CacheStateError(
+                f"the layers hold {min(lengths)} to {max(lengths)} tokens: an earlier forward did not finish, or belonged to "
+                "another model; call cache.reset() or use a new cache"
+            )
+        self.warn_beyond_calibration(held + value_states.shape[2])
+        count = min(value_states.shape[2], held, first.sink)
+        if count < _REPEATED_TOKENS or first.padding.is_padded:
+            return
+        batch, heads, _, dim = value_states.shape
+        if (batch, heads, dim) != (first.batch_size, first.kv_heads, first.values.dim):
+            return
+        first.place_waiting()
+        # Values of the first layer carry no positions, so the same tokens give the same rows.
+        stored = first.values.sink[:, :, :count]
+        if torch.allclose(value_states[:, :, :count].to(stored.dtype), stored, atol=1e-3, rtol=1e-3):
+            warnings.warn(
+                "oscar_hf: these tokens begin like the ones that the cache holds already. A cache that was used for a prompt "
+                "must not be given the same prompt again: give generate() the whole text and at least one new token, give "
+                "the model itself only the new tokens, or call cache.reset() first",
+                stacklevel=_STACK_LEVEL,
+            )

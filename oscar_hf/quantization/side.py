@@ -1,0 +1,72 @@
+"""Side: the keys or the values of one layer, and how its rows are transformed and quantized."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .packed_rows import PackedRows
+from .quantizer import ScaleRule
+
+
+@dataclass(frozen=True)
+class SideFormat:
+    """How the rows of a side are stored: head dim, channels per scale, whether there is no min, the rule that chooses scales, and
+    whether rows are stored as they are (no transform)."""
+
+    dim: int
+    group_size: int
+    symmetric: bool
+    rule: ScaleRule
+    is_identity: bool = False
+
+    def new_rows(self, batch: int, heads: int, device, capacity: int = 0) -> PackedRows:
+        """An empty store of such rows."""
+        return PackedRows(batch, heads, self.dim, self.group_size, self.symmetric, device, capacity)
+
+    @property
+    def bits(self) -> float:
+        """Bits per packed element, scale and min included."""
+        return 2 + (16 if self.symmetric else 32) / self.group_size
+
+
+@dataclass
+class Side:
+    """The keys or the values of one layer.
+
+    rows: the packed history. transform, inverse: float32 [D, D] or [H, D, D], x_rot = (x - mean) @ transform and
+    x = x_rot @ inverse + mean; None for the identity. mean: float32 [H, D] or None. metric: what an error of a stored row
+    costs, as transform, for a weighted rule. sink [B, H, S, D] and ring [B, H, R, D]: the exact windows in the model's dtype,
+    dense rows; None where there are no windows.
+    """
+
+    format: SideFormat
+    rows: PackedRows
+    transform: Tensor | None = None
+    inverse: Tensor | None = None
+    mean: Tensor | None = None
+    metric: Tensor | None = None
+    sink: Tensor | None = None
+    ring: Tensor | None = None
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How scales are chosen."""
+        return self.format.rule
+
+    @property
+    def dim(self) -> int:
+        """Head dim."""
+        return self.format.dim
+
+    @property
+    def query_transform(self) -> Tensor | None:
+        """What a query is multiplied by to meet stored keys: the inverse's transpose, None for the identity."""
+        return None if self.inverse is None else self.inverse.mT
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Side":
+        """The side with `function(tensor)` for every tensor that belongs to the sequence: gathers over the batch, moves."""
+        return dataclasses.replace(
+            self, rows=self.rows.mapped(function), sink=function(self.sink), ring=function(self.ring)
+        )
