@@ -336,6 +336,11 @@ def test_strided_arguments():
     assert torch.equal(decode_attention(turned, strided), decode_attention(query, store))
 
 
+def test_an_older_triton_is_named(monkeypatch):
+    monkeypatch.setattr(launch.triton, "__version__", "3.4.0")
+    assert "needs a newer Triton: Triton 3.4.0 is older than 3.5" in decode_problem(*make())
+
+
 def test_what_the_kernel_does_not_take_is_named():
     assert decode_problem(*make()) == ""
     assert "head dims" in decode_problem(*make(dim=32))

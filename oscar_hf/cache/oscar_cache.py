@@ -415,9 +415,11 @@ class StaticOscarCache(OscarCache, StaticCache):
 
     def _open_forward(self) -> None:
         """A forward begins, as far as is known: no graph can place what waits, so it is placed now."""
-        if not torch.compiler.is_compiling():
-            for layer in self._packed:
-                layer.open_forward()
+        # Layers are opened together, so the first one tells of all; this is asked several times a token.
+        if torch.compiler.is_compiling() or not self._packed or self._packed[0].store.takes_steps:
+            return
+        for layer in self._packed:
+            layer.open_forward()
 
     def check_overflow(self) -> None:
         """Raise CacheStateError, once, if compiled steps did not fit; no layer has stored anything of them."""

@@ -9,6 +9,8 @@ import warnings
 import torch
 
 MIN_TRITON = (3, 4)
+# Earlier ones want 16 columns in a matrix product and know no launch that waits for the one before it.
+DECODE_MIN_TRITON = (3, 5)
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM = 256
 
@@ -42,14 +44,14 @@ def interpreting() -> bool:
     return HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
-def triton_problem() -> str:
-    """Why the installed Triton cannot be used at all, or an empty string."""
+def triton_problem(minimum: tuple[int, int] = MIN_TRITON) -> str:
+    """Why the installed Triton cannot be used, or an empty string."""
     if not HAS_TRITON:
         return "Triton is not installed"
     # Development builds carry suffixes such as 3.6.0+git1234.
     version = re.match(r"(\d+)\.(\d+)", triton.__version__)
-    if version is None or tuple(map(int, version.groups())) < MIN_TRITON:
-        return f"Triton {triton.__version__} is older than {MIN_TRITON[0]}.{MIN_TRITON[1]}"
+    if version is None or tuple(map(int, version.groups())) < minimum:
+        return f"Triton {triton.__version__} is older than {minimum[0]}.{minimum[1]}"
     return ""
 
 

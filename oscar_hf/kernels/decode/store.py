@@ -5,6 +5,7 @@ import dataclasses
 from torch import Tensor
 
 from ...quantization.side import Side
+from ..launch import DECODE_MIN_TRITON, HAS_TRITON, triton_problem
 
 MAX_NEW_TOKENS = 16
 
@@ -27,6 +28,8 @@ class DecodeStore:
 
 def decode_problem(query: Tensor, store: DecodeStore) -> str:
     """Why the fused kernel cannot take this call, or an empty string."""
+    if HAS_TRITON and (problem := triton_problem(DECODE_MIN_TRITON)):
+        return f"the decode kernel needs a newer Triton: {problem}"
     head_dim, groups = query.shape[-1], store.keys.rows.scale.shape[-1]
     if head_dim not in (64, 128, 256):
         return f"the decode kernel takes head dims 64, 128 and 256, got {head_dim}"
