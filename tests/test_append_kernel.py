@@ -38,7 +38,7 @@ CLIP_RULES = ["percentile(none)", "percentile(0.9)", "percentile(0.5)"]
 SEARCH_RULES = ["search", "weighted_search", "weighted_search_both_ends"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TILES = ["one_token", "tile"]
-SPREAD = "head_dim,group_size,rule,tile,dtype,start,symmetric,centred,per_head"
+SPREAD = "head_dim,group_size,rule,tile,dtype,start,symmetric,centered,per_head"
 CAPACITY = 64
 
 
@@ -66,8 +66,8 @@ def spread(rules):
     for i, (head_dim, group_size) in enumerate(SHAPES):
         for j, rule in enumerate(rules):
             tile, dtype, start = TILES[(i + j) % 2], DTYPES[(i + 2 * j) % 3], 3 + (i + j // 2) % 2
-            symmetric, centred, per_head = (i // 2 + j) % 2 == 0, (i + 2 * j) % 5 < 2, (i + j) % 4 > 0
-            cases.append((head_dim, group_size, rule, tile, dtype, start, symmetric, centred, per_head))
+            symmetric, centered, per_head = (i // 2 + j) % 2 == 0, (i + 2 * j) % 5 < 2, (i + j) % 4 > 0
+            cases.append((head_dim, group_size, rule, tile, dtype, start, symmetric, centered, per_head))
     return cases
 
 
@@ -138,24 +138,24 @@ def hadamard(dim):
 
 @pytest.mark.parametrize(SPREAD, spread(CLIP_RULES))
 def test_rotated_rows_bit_for_bit(
-    head_dim, group_size, rule, tile, dtype, start, symmetric, centred, per_head, device, monkeypatch
+    head_dim, group_size, rule, tile, dtype, start, symmetric, centered, per_head, device, monkeypatch
 ):
     """Without a rotation, codes, scale and min equal the reference's, and nothing else in the store changes."""
     force_tile(monkeypatch, tile)
     generator = torch.Generator().manual_seed(head_dim)
     x = (2 * torch.randn(1, 2, 3, head_dim, generator=generator)).to(dtype)
-    mean = torch.randn(2, head_dim, generator=generator) if centred else None
+    mean = torch.randn(2, head_dim, generator=generator) if centered else None
     rows = random_store(1, 2, head_dim, group_size, symmetric)
     assert_same_store(*append_both(rows, start, x, None, mean, ScaleRule.parse(rule), None, device))
 
 
 @pytest.mark.parametrize(SPREAD, spread(SEARCH_RULES))
-def test_search(head_dim, group_size, rule, tile, dtype, start, symmetric, centred, per_head, device, monkeypatch):
+def test_search(head_dim, group_size, rule, tile, dtype, start, symmetric, centered, per_head, device, monkeypatch):
     """A search finds the least loss, its codes fit the scale and min it stores, and nothing else changes."""
     force_tile(monkeypatch, tile)
     generator, tokens = torch.Generator().manual_seed(head_dim), 3
     x = (2 * torch.randn(1, 2, tokens, head_dim, generator=generator)).to(dtype)
-    mean = torch.randn(2, head_dim, generator=generator) if centred else None
+    mean = torch.randn(2, head_dim, generator=generator) if centered else None
     metric = metric_of(2, head_dim, per_head, generator)
     rows, rule = random_store(1, 2, head_dim, group_size, symmetric), ScaleRule.parse(rule)
     expected, got = append_both(rows, start, x, None, mean, rule, metric, device)
@@ -203,7 +203,7 @@ def test_random_rotation(head_dim, group_size, rule, tile, device, monkeypatch):
     if rule.search:
         assert_as_good(x_rot, expected, got, start, start + tokens, rule, metric)
     else:
-        # A range whose ends differ in the last bit can round to the neighbouring fp16 number, not further.
+        # A range whose ends differ in the last bit can round to the neighboring fp16 number, not further.
         torch.testing.assert_close(scale, expected.scale[:, :, start : start + tokens], rtol=2e-3, atol=0)
         torch.testing.assert_close(minimum, expected.min[:, :, start : start + tokens], rtol=2e-3, atol=0)
     wanted = quantize(x_rot, scale, minimum)
@@ -234,7 +234,7 @@ def test_extreme_rows_stay_finite(rule, symmetric, device, monkeypatch):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_appends_in_pieces(head_dim, device, monkeypatch):
-    """Appends of odd sizes, one token among them, leave the same store as a single one: no neighbour is damaged."""
+    """Appends of odd sizes, one token among them, leave the same store as a single one: no neighbor is damaged."""
     force_tile(monkeypatch, "tile")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, 12, head_dim, generator=generator)

@@ -116,7 +116,7 @@ def test_groups_smaller_than_the_head_dim(dim, group, symmetric):
     check(*make(dim=dim, group=group, heads=2, history=70, symmetric=symmetric, mean=symmetric))
 
 
-def test_symmetric_per_head_and_centred():
+def test_symmetric_per_head_and_centered():
     check(*make(dim=64, batch=2, heads=6, kv_heads=2, history=140, symmetric=True, per_head=True, mean=True))
 
 

@@ -85,7 +85,7 @@ def test_padded_row_equals_the_row_alone(attn, pad):
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_chunked_prefill_inside_the_padding(attn):
-    """The first chunk of a row is padding only; where its sink begins is learnt from a later chunk."""
+    """The first chunk of a row is padding only; where its sink begins is learned from a later chunk."""
     model = tiny_model("llama", attn)
     ids, mask = prompt(2, 90, (0, 50))
     whole, chunked = (OscarCache(model.config, recipe="hadamard", **WINDOWS) for _ in range(2))

@@ -53,7 +53,7 @@ def test_head_dim_64_holds_two_tokens_in_a_row_of_16_words():
 
 @settings(max_examples=60, deadline=None)
 @given(dim=st.sampled_from(DIMS), tokens=st.integers(0, 7), start=st.integers(0, 9), symmetric=st.booleans())
-def test_round_trip_anywhere_leaves_the_neighbours_alone(dim, tokens, start, symmetric):
+def test_round_trip_anywhere_leaves_the_neighbors_alone(dim, tokens, start, symmetric):
     rows, before = store(dim, 18, symmetric), random_rows(2, 3, 18, dim, seed=1)
     rows.write(0, before[0], before[1], None if symmetric else before[2])
     after = random_rows(2, 3, tokens, dim, seed=2)

@@ -132,10 +132,10 @@ class Run:
         if undecided and look in ("none", "dense"):
             look = "sdpa"
         if look == "eager" and twin.total == 1:
-            # One slot gives eager weights of 1 whatever the mask: nothing can be learnt from them.
+            # One slot gives eager weights of 1 whatever the mask: nothing can be learned from them.
             look = "sdpa"
         if look in ("sdpa", "eager"):
-            # The call itself reads its own tokens as they came in, also while its mask is being learnt.
+            # The call itself reads its own tokens as they came in, also while its mask is being learned.
             expected, real = self.expected(query)
             for handle, width in zip(handles, widths):
                 got = self.attend(look, query, handle, width)
@@ -162,7 +162,7 @@ class Run:
             twin.starts, twin.starts_known = list(self.pads), True
 
     def expected(self, query):
-        """The twin's attention while the true padding is hidden, whether it has been learnt or not."""
+        """The twin's attention while the true padding is hidden, whether it has been learned or not."""
         twin = self.twin.copy()
         if self.mode == "mask" and not twin.starts_known:
             twin.starts = [min(pad, twin.total) for pad in self.pads]

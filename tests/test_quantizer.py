@@ -167,7 +167,7 @@ def test_groups_must_divide_the_row(group_size):
 
 
 @pytest.mark.parametrize("dim,group_size", [(64, 32), (80, 16), (96, 96), (192, 64), (256, 128)])
-def test_groups_are_neighbouring_channels(dim, group_size):
+def test_groups_are_neighboring_channels(dim, group_size):
     x = torch.randn(3, dim, dtype=torch.float64, generator=generator())
     back, scale = restored(x, group_size, PLAIN)
     assert scale.shape == (3, dim // group_size)

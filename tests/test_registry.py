@@ -159,7 +159,7 @@ def test_compiled_decode_of_a_static_cache(flash, attn, graphs, pads):
     cache = OscarCache(model.config, recipe="hadamard", max_cache_len=64, **WINDOWS)
     got = generate(model, ids, mask, cache, compile_config=config)
     assert torch.equal(got.sequences, expected.sequences)
-    # Flash attention's masks grow, so its second step may be compiled once more, for all lengths (transformers 5.18 to 5.20 do not).
+    # Flash attention's masks grow, so its second step may be compiled once more, for all lengths.
     assert 1 <= len(captured) <= graphs and not torch._dynamo.utils.counters["graph_break"]
     assert flash.calls == (model.config.num_hidden_layers if attn == FLASH else 0)
 

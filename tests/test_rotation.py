@@ -13,9 +13,9 @@ from oscar_hf.quantization.rotation import (
     hadamard,
     inverse_error,
     power_of_two_blocks,
-    regularise,
+    regularize,
     spectral_rotation,
-    symmetrise,
+    symmetrize,
 )
 
 BLOCKS = {16: [16], 64: [64], 80: [64, 16], 96: [64, 32], 128: [128], 192: [128, 64], 256: [256], 1: [1]}
@@ -58,7 +58,7 @@ def test_impossible_sizes_are_refused_by_value(call, value):
 def test_columns_of_the_rotation_are_those_of_u_h_in_bit_reversed_order():
     dim = 16
     covariance = random_covariance(dim, dim)
-    _, eigenvectors = torch.linalg.eigh(symmetrise(covariance))
+    _, eigenvectors = torch.linalg.eigh(symmetrize(covariance))
     mixed, rotation = eigenvectors @ hadamard(dim), spectral_rotation(covariance)
     for column in range(dim):
         source = dim - 1 - int(format(column, "04b")[::-1], 2)
@@ -118,7 +118,7 @@ def test_balanced_transform_inverts_and_equalises():
     transform, inverse = balanced_transform(covariance, query_covariance)
     assert transform.dtype == torch.float64
     assert inverse_error(transform, inverse) < 1e-9 and inverse_error(inverse, transform) < 1e-9
-    diagonal = (transform.mT @ regularise(covariance) @ transform).diagonal(dim1=-2, dim2=-1)
+    diagonal = (transform.mT @ regularize(covariance) @ transform).diagonal(dim1=-2, dim2=-1)
     assert torch.allclose(diagonal, diagonal.mean(-1, keepdim=True).expand_as(diagonal), rtol=1e-6)
 
 
@@ -126,7 +126,7 @@ def test_balanced_transform_minimises_the_product_of_step_and_cost():
     dim = 16
     covariance, query_covariance = balanced_problem(dim)
     transform, inverse = balanced_transform(covariance, query_covariance)
-    pair = regularise(covariance), regularise(query_covariance)
+    pair = regularize(covariance), regularize(query_covariance)
     least = cost(transform, inverse, *pair)
     # The minimum in closed form: the squared nuclear norm of C^1/2 C_Q^1/2.
     nuclear = torch.linalg.svdvals(torch.linalg.cholesky(pair[0]).mT @ torch.linalg.cholesky(pair[1])).sum(-1)

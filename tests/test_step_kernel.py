@@ -37,13 +37,13 @@ SINK, RECENT, EXTRA = 4, 5, 8
 STEPS = [1, 3, 8, 1, 1, 1, 5, 1, 1, 2, 8, 8, 1, 1, 1]
 
 
-def side(heads, dim, group, symmetric, rule, dtype, seed, batch=2, centred=True, capacity=64, ring=RECENT - 1 + EXTRA):
+def side(heads, dim, group, symmetric, rule, dtype, seed, batch=2, centered=True, capacity=64, ring=RECENT - 1 + EXTRA):
     """Empty windows and store, random constants."""
     made = side_of(
         PackedRows(batch, heads, dim, group, symmetric, DEVICE, capacity),
         rule,
         random_orthogonal(heads, dim, dim, seed=seed).float(),
-        torch.randn(heads, dim) if centred else None,
+        torch.randn(heads, dim) if centered else None,
         random_covariance(heads, dim, dim, seed=seed + 1).float(),
         sink=torch.zeros(batch, heads, SINK, dim, dtype=dtype),
         ring=torch.zeros(batch, heads, ring, dim, dtype=dtype),
@@ -84,7 +84,7 @@ def run(steps, pairs, dtype, on_device, start=None, limit=None, key_dim=64, valu
 def test_equals_the_reference(dim, group, rule, on_device, start, dtype):
     torch.manual_seed(0)
     keys = side(2, dim, group, False, rule, dtype, 1)
-    values = side(2, dim, group, True, "percentile(0.92)", dtype, 2, centred=False)
+    values = side(2, dim, group, True, "percentile(0.92)", dtype, 2, centered=False)
     pairs = [(keys, values), copy.deepcopy((keys, values))]
     lengths = run(STEPS, pairs, dtype, on_device, start, key_dim=dim, value_dim=dim)
     total = sum(STEPS)
@@ -100,7 +100,7 @@ def test_equals_the_reference(dim, group, rule, on_device, start, dtype):
 def test_keys_and_values_of_different_head_dims_without_transforms():
     torch.manual_seed(0)
     keys, values = (
-        side(2, dim, 16, symmetric, "percentile(none)", torch.float32, 3, centred=False)
+        side(2, dim, 16, symmetric, "percentile(none)", torch.float32, 3, centered=False)
         for dim, symmetric in ((32, False), (48, True))
     )
     keys.transform = values.transform = None
@@ -113,7 +113,7 @@ def test_keys_and_values_of_different_head_dims_without_transforms():
 @pytest.mark.parametrize("on_device", [True, False])
 def test_a_step_that_does_not_fit_writes_nothing(on_device):
     torch.manual_seed(0)
-    keys, values = (side(2, 64, 64, False, "percentile(0.9)", torch.float32, s, centred=False) for s in (1, 2))
+    keys, values = (side(2, 64, 64, False, "percentile(0.9)", torch.float32, s, centered=False) for s in (1, 2))
     pairs = [(keys, values), copy.deepcopy((keys, values))]
     lengths = run([8, 4], pairs, torch.float32, on_device, limit=12)
     before = [t.clone() for t in stored(*pairs[1])]
@@ -132,7 +132,7 @@ def test_the_new_token_may_take_the_slot_of_one_that_leaves():
     """The ring is as full as it can be: what leaves is read before the new token is written over it."""
     torch.manual_seed(0)
     ring = RECENT - 1 + 1
-    keys, values = (side(2, 64, 64, False, "search", torch.float32, s, centred=False, ring=ring) for s in (1, 2))
+    keys, values = (side(2, 64, 64, False, "search", torch.float32, s, centered=False, ring=ring) for s in (1, 2))
     pairs = [(keys, values), copy.deepcopy((keys, values))]
     run([1] * 20, pairs, torch.float32, True)
     for reference, kernel in zip(stored(*pairs[0]), stored(*pairs[1])):
@@ -156,7 +156,7 @@ def test_encoding_ahead_changes_nothing_but_when(start):
     """Steps of one and of several tokens with and without it, and each implementation against the other."""
     torch.manual_seed(0)
     keys = side(2, 128, 64, False, "weighted_search_both_ends", torch.bfloat16, 1)
-    values = side(2, 128, 64, False, "percentile(0.92)", torch.bfloat16, 2, centred=False)
+    values = side(2, 128, 64, False, "percentile(0.92)", torch.bfloat16, 2, centered=False)
     plain, triton_ahead, reference_ahead = pairs = [
         (keys, values),
         copy.deepcopy((keys, values)),

@@ -1,4 +1,4 @@
-"""register_attention: transformers' registered attention functions, taught to recognise what OscarCache returns.
+"""register_attention: transformers' registered attention functions, taught to recognize what OscarCache returns.
 
 Nothing needs it: without it sdpa reaches the packed path through `scaled_dot_product_attention`, and flash attention gets
 the dense history, dequantized on every step. With it flash attention decodes on packed data, too, its padding mask is
@@ -28,13 +28,30 @@ _registered: dict[str, tuple[Callable, Callable]] = {}
 
 
 def register_attention(names: str | Iterable[str] = NAMES) -> Callable[[], None]:
-    """Wrap those of the named entries of transformers' AttentionInterface that exist; returns a function that undoes it.
+    """Wrap those of the named entries of transformers' AttentionInterface that exist.
 
-    Calls whose keys and values are not OscarCache's pass through untouched. names: `sdpa`, and functions with flash
-    attention's masks ([B, T] or None), which may be a hub kernel's name. Calling it twice changes nothing; any returned
-    function restores every entry, except one that somebody else has replaced since. Raises OscarError for a name that
-    transformers does not have, and for `eager`, which is never an entry: registering one would replace each model's own eager
-    attention.
+    Calls whose keys and values are not OscarCache's pass through untouched. Calling it twice changes nothing. It holds for the
+    whole process.
+
+    Args:
+        names (`str` or iterable of `str`, *optional*):
+            `"sdpa"`, and functions with flash attention's masks ([B, T] or None), which may be a hub kernel's name. By default
+            sdpa and flash attention 2, 3 and 4.
+
+    Returns:
+        `Callable`: A function that restores every entry, except one that somebody else has replaced since.
+
+    Raises:
+        `OscarError`: For a name that transformers does not have, and for `eager`, which is never an entry: registering one would
+            replace each model's own eager attention.
+
+    Example:
+
+    ```python
+    from oscar_hf import register_attention
+
+    undo = register_attention()
+    ```
     """
     names = [names] if isinstance(names, str) else list(names)
     if "eager" in names:

@@ -26,8 +26,20 @@ class LayerMemory:
 
 @dataclass
 class MemoryReport:
-    """Allocated bytes of a cache, unused capacity included. `constants` are per model: every cache of one artifact on one
-    device shares them. `native` are the layers that transformers' own classes hold."""
+    """Allocated bytes of a cache, unused capacity included; `print` it for a table.
+
+    Attributes:
+        layers (`list[LayerMemory]`):
+            One entry per layer. Regions are sink, recent, codes, scale_min, constants and native. `constants` are per model:
+            every cache of one artifact on one device shares them. `native` are the layers of transformers' own classes.
+
+    Example:
+
+    ```python
+    report = cache.memory_report()
+    print(f"{report.ratio:.1f}x smaller than BF16, {report.bits_per_element:.2f} bits per element")
+    ```
+    """
 
     layers: list[LayerMemory]
 

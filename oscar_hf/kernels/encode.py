@@ -137,7 +137,7 @@ def encode(
         tl.store(min_ptr + scale_offsets, low.to(tl.float16), mask=scale_mask)
 
     if PAIRED:
-        # Two tokens share a row of words, but never a byte: byte stores leave the neighbour alone.
+        # Two tokens share a row of words, but never a byte: byte stores leave the neighbor alone.
         crumbs = tl.reshape(codes, [BLOCK_T, 4, 16]) << (2 * tl.arange(0, 4))[None, :, None]
         byte = tl.arange(0, 16)
         addresses = (targets // 2 * stride_cr + targets % 2)[:, None] + 2 * byte[None, :]

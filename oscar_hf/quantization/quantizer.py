@@ -1,7 +1,7 @@
 """Reference quantizer in plain PyTorch: the specification that every kernel is tested against.
 
 Three pure functions apart from storage: `choose_qparams` picks scale and min, `quantize` makes codes 0..3, `dequantize`
-reads them back. A row is one rotated key or value of one token and KV head, [D]; a group is `group_size` neighbouring
+reads them back. A row is one rotated key or value of one token and KV head, [D]; a group is `group_size` neighboring
 channels of a row that share one scale and one min.
 """
 

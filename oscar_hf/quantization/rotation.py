@@ -61,7 +61,7 @@ def _deal_to_blocks(dim: int) -> list[int]:
     return [rank_of[block, i] for block, size in enumerate(blocks) for i in range(size)]
 
 
-def symmetrise(matrix: Tensor) -> Tensor:
+def symmetrize(matrix: Tensor) -> Tensor:
     """(M + M^T) / 2 in float64, batched."""
     matrix = matrix.double()
     return (matrix + matrix.mT) / 2
@@ -74,20 +74,20 @@ def spectral_rotation(covariance: Tensor) -> Tensor:
     tr(C)/D: every rotated channel carries the same energy.
     """
     dim = covariance.shape[-1]
-    _, eigenvectors = torch.linalg.eigh(symmetrise(covariance))
+    _, eigenvectors = torch.linalg.eigh(symmetrize(covariance))
     mixed = eigenvectors[..., _deal_to_blocks(dim)] @ hadamard(dim)
     return mixed[..., bit_reversal_columns(dim)]
 
 
 def _matrix_function(matrix: Tensor, function) -> Tensor:
     """f(M) of a symmetric positive definite M through its eigendecomposition."""
-    eigenvalues, eigenvectors = torch.linalg.eigh(symmetrise(matrix))
+    eigenvalues, eigenvectors = torch.linalg.eigh(symmetrize(matrix))
     return eigenvectors @ (function(eigenvalues.clamp(min=1e-30))[..., None] * eigenvectors.mT)
 
 
-def regularise(covariance: Tensor, ridge: float = 1e-3) -> Tensor:
+def regularize(covariance: Tensor, ridge: float = 1e-3) -> Tensor:
     """C + ridge * mean(diag C) * I, so that a near-singular covariance can be inverted."""
-    covariance = symmetrise(covariance)
+    covariance = symmetrize(covariance)
     mean = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     # A channel set that never varies (all zeros) still needs an invertible matrix.
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))
@@ -97,14 +97,14 @@ def regularise(covariance: Tensor, ridge: float = 1e-3) -> Tensor:
 def balanced_transform(covariance: Tensor, query_covariance: Tensor, ridge: float = 1e-3) -> tuple[Tensor, Tensor]:
     """Invertible transform A and its inverse that balance what sets the step against what an error costs.
 
-    `covariance` C [..., D, D] is that of the (centred) keys, `query_covariance` C_Q [..., D, D] that of the queries.
+    `covariance` C [..., D, D] is that of the (centered) keys, `query_covariance` C_Q [..., D, D] that of the queries.
     A A^T = C^-1/2 (C^1/2 C_Q C^1/2)^1/2 C^-1/2 minimises tr(A^T C A) tr(A^-1 C_Q A^-T); the
     orthogonal factor U H P_br then gives A^T C A a constant diagonal. Returns float64 (A, A^-1) with k' = k A and
     q' = q A^-T.
     """
-    covariance, query_covariance = regularise(covariance, ridge), regularise(query_covariance, ridge)
+    covariance, query_covariance = regularize(covariance, ridge), regularize(query_covariance, ridge)
     root, inverse_root = _matrix_function(covariance, torch.sqrt), _matrix_function(covariance, torch.rsqrt)
-    gram = symmetrise(inverse_root @ _matrix_function(root @ query_covariance @ root, torch.sqrt) @ inverse_root)
+    gram = symmetrize(inverse_root @ _matrix_function(root @ query_covariance @ root, torch.sqrt) @ inverse_root)
     half, inverse_half = _matrix_function(gram, torch.sqrt), _matrix_function(gram, torch.rsqrt)
     rotation = spectral_rotation(half @ covariance @ half)
     return half @ rotation, rotation.mT @ inverse_half

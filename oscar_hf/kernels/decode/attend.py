@@ -43,7 +43,7 @@ def decode_attention(
     """Attention of the last M tokens over the whole cache, M of them new: [B, Hq, M, D] in, the same out (contiguous).
 
     mask: bool (True: attend) or additive, broadcastable to [B, Hq, M, length]; scale: default D^-1/2;
-    softcap: scores become cap tanh(score / cap); s_aux: [Hq] learnt logit per head that takes part in the softmax only;
+    softcap: scores become cap tanh(score / cap); s_aux: [Hq] learned logit per head that takes part in the softmax only;
     mask_facts: int32 [B or 1, 2], what the function of that name says of this mask, which then is read only if it must
     be (B in all, so that a padded row does not make the others slow);
     tuning: for benchmarks. Slots are causal among the new tokens; a row that may attend to nothing gives zeros.
@@ -109,7 +109,7 @@ def decode_attention(
                 query, key_query, key.mean, frag, info, *query_strides, _head_stride(key_query),
                 batch, cols, chunks, new, scale,
                 HKV=kv_heads, REP=rep, D=head_dim, NC=t.columns, TILES=t.tiles, RB=t.prepare_rows, SLICE=slice_,
-                ROTATE=key_query is not None, CENTRED=key.mean is not None, PDL=t.pdl,
+                ROTATE=key_query is not None, CENTERED=key.mean is not None, PDL=t.pdl,
                 num_warps=t.prepare_warps,
             )  # fmt: skip
         split_kernel[(batch * kv_heads, grid, chunks)](

@@ -66,7 +66,7 @@ def merge_kernel(
     m_old = tl.load(ml_row + first[:, None] * (2 * NC), mask=in_first, other=NEVER)
     top = tl.max(m, axis=0)
     if AUX:
-        # A learnt sink logit: one more score, with no value.
+        # A learned sink logit: one more score, with no value.
         head = tl.minimum(column // new_tokens, REP - 1)
         aux = tl.load(aux_ptr + h * REP + head).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(top, aux)

@@ -9,7 +9,7 @@ def prepare_kernel(
     q_ptr, kq_ptr, mean_ptr, frag_ptr, info_ptr,
     stride_qb, stride_qh, stride_qm, stride_kq, batch, cols, chunks, new_tokens, q_scale,
     HKV: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr, RB: tl.constexpr,
-    SLICE: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, PDL: tl.constexpr,
+    SLICE: tl.constexpr, ROTATE: tl.constexpr, CENTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotated channels slice * SLICE.. of the queries of RB batch rows, one KV head and chunk.
 
@@ -68,7 +68,7 @@ def prepare_kernel(
     tl.store(info_row + tl.program_id(2) * NC, tl.sum(half, axis=1) * unit, mask=b < batch)
     if tl.program_id(2) == 0:
         shift = tl.zeros([R], tl.float32)
-        if CENTRED:
+        if CENTERED:
             shift = tl.sum(q * tl.load(mean_ptr + h * D + k)[None, :], axis=1)
         tl.store(info_row + D // SLICE * NC, shift, mask=b < batch)
         tl.store(info_row + (D // SLICE + 1) * NC, unit * 16777216.0, mask=b < batch)

@@ -83,7 +83,7 @@ def _scores(
     D: tl.constexpr, NG: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr,
     SYM: tl.constexpr, BOUND: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Scores in log2 units [NW, BT, TILES * NC] of tokens n0.. against the centred key, plus `shift`."""
+    """Scores in log2 units [NW, BT, TILES * NC] of tokens n0.. against the centered key, plus `shift`."""
     PAIR: tl.constexpr = D == PAIRED_DIM
     W: tl.constexpr = 16 if PAIR else D // 8
     PLANES: tl.constexpr = D // W
