@@ -15,6 +15,7 @@ from helpers import side_of
 
 from oscar_hf.kernels import launch
 from oscar_hf.kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts, splits_in_use
+from oscar_hf.kernels.decode import store as store_module
 from oscar_hf.kernels.decode.reference import decode_attention_reference, mask_facts_reference
 from oscar_hf.kernels.decode.tuning import choose_tuning
 from oscar_hf.quantization.packed_rows import PackedRows
@@ -338,6 +339,7 @@ def test_strided_arguments():
 
 def test_an_older_triton_is_named(monkeypatch):
     monkeypatch.setattr(launch.triton, "__version__", "3.4.0")
+    monkeypatch.setattr(store_module, "interpreting", lambda: False)
     assert "needs a newer Triton: Triton 3.4.0 is older than 3.5" in decode_problem(*make())
 
 
