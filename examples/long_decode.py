@@ -29,7 +29,7 @@ from transformers import DynamicCache
 
 from oscar_hf import OscarCache, OscarError
 from oscar_hf.cli.loading import load_model, writable_file
-from oscar_hf.storage.layer_store import DRAFT_MARGIN
+from oscar_hf.storage.waiting_prompt import DRAFT_MARGIN
 from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 

@@ -2,7 +2,7 @@
 the packed path with."""
 
 from oscar_hf import OscarCache
-from oscar_hf.attention.handle import OscarKV
+from oscar_hf.attention.kv_handle import OscarKV
 
 
 class DenseCache(OscarCache):

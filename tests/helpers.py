@@ -4,8 +4,8 @@ import torch
 
 from oscar_hf import Artifact, OscarConfig
 from oscar_hf.artifact.layer_constants import LayerConstants
+from oscar_hf.quantization.kv_side import Side, SideFormat
 from oscar_hf.quantization.quantizer import ScaleRule
-from oscar_hf.quantization.side import Side, SideFormat
 
 ZOO_V1 = ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt")
 ZOO_V2 = ("k_rotation_perhead.pt", "v_rotation_perhead.pt")

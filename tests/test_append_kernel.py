@@ -373,7 +373,7 @@ from oscar_hf.kernels.append import append_rows
 from oscar_hf.kernels.dequantize import dequantize_rows
 from oscar_hf.kernels.launch import HAS_TRITON, triton_problem
 from oscar_hf.quantization.quantizer import ScaleRule
-from oscar_hf.quantization.side import Side, SideFormat
+from oscar_hf.quantization.kv_side import Side, SideFormat
 assert not HAS_TRITON and "not installed" in triton_problem()
 form = SideFormat(16, 16, False, ScaleRule(), True)
 side = Side(form, form.new_rows(1, 1, "cpu", 4))

@@ -15,7 +15,7 @@ from oscar_hf.bench import decode_kernel as kernel
 from oscar_hf.bench.decode import WARM_UP, Job, bench_decode, compare, count_launches, measure
 from oscar_hf.bench.decode_kernel import ROWS, Row, bench_kernel, choose_rows, packed_bytes
 from oscar_hf.bench.device import OUT_OF_MEMORY, Device, attempt, failed, problem_of
-from oscar_hf.bench.largest import largest
+from oscar_hf.bench.largest_batch import largest
 from oscar_hf.bench.models import SHAPES, prompt_row, prompts, shaped_model, synthetic_artifact
 from oscar_hf.bench.report import table, write_json
 from oscar_hf.bench.timing import machine

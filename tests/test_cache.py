@@ -10,7 +10,7 @@ from tiny_models import prompt, tiny_config, tiny_model
 
 from oscar_hf import Artifact, ArtifactError, CacheStateError, OscarCache, OscarError, UnsupportedModelError
 from oscar_hf.cache.layer import OscarLayer
-from oscar_hf.storage.layer_store import DRAFT_MARGIN
+from oscar_hf.storage.waiting_prompt import DRAFT_MARGIN
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from oscar_hf import OscarCache, OscarError, deferred_stop
 from oscar_hf.attention import static_ops as ops
-from oscar_hf.kernels.step import place_tokens_reference
+from oscar_hf.kernels.decode_step import place_tokens_reference
 from oscar_hf.transformers_compat import deferred_stop as deferral
 from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from tiny_models import tiny_config
 
 from oscar_hf import OscarCache
-from oscar_hf.attention import handle
-from oscar_hf.attention.handle import OscarKV
+from oscar_hf.attention import kv_handle as handle
+from oscar_hf.attention.kv_handle import OscarKV
 
 
 @pytest.fixture

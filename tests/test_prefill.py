@@ -11,7 +11,7 @@ from oscar_hf.attention.blockwise import prefill_attention, prefill_problem
 from oscar_hf.attention.dispatch import attend
 from oscar_hf.attention.packed import packed_attention
 from oscar_hf.cache.layer import OscarLayer
-from oscar_hf.storage.layer_store import DRAFT_MARGIN
+from oscar_hf.storage.waiting_prompt import DRAFT_MARGIN
 
 SINK, RECENT = 8, 16
 # What is exact after a prompt has been packed.

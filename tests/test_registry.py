@@ -9,7 +9,7 @@ from transformers import AttentionInterface, CompileConfig, DynamicCache
 
 from oscar_hf import OscarCache, OscarError
 from oscar_hf.attention import flash as registry
-from oscar_hf.attention import handle
+from oscar_hf.attention import kv_handle as handle
 from oscar_hf.attention.flash import NAMES, register_attention
 from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 

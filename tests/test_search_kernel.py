@@ -7,7 +7,7 @@ from test_append_kernel import append_both, force_tile, random_store
 
 from oscar_hf.kernels import launch
 from oscar_hf.kernels.launch import tl, triton
-from oscar_hf.kernels.search import _error
+from oscar_hf.kernels.scale_search import _error
 from oscar_hf.quantization.quantizer import ScaleRule, dequantize, quantize, round_to_fp16
 
 

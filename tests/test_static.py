@@ -9,7 +9,7 @@ from transformers import CompileConfig, StaticCache
 
 from oscar_hf import OscarCache, StaticOscarCache
 from oscar_hf.errors import CacheStateError, OscarError
-from oscar_hf.kernels.step import OVERFLOW
+from oscar_hf.kernels.decode_step import OVERFLOW
 
 SMALL = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
 

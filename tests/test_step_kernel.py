@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from helpers import calibrated_artifact, random_covariance, random_orthogonal, side_of
 
 from oscar_hf.kernels import launch
-from oscar_hf.kernels.step import (
+from oscar_hf.kernels.decode_step import (
     AHEAD,
     COUNTERS,
     HISTORY,

@@ -10,7 +10,7 @@ import copy
 import torch
 
 from oscar_hf.quantization.quantizer import dequantize, quantize_rows
-from oscar_hf.storage.layer_store import DRAFT_MARGIN
+from oscar_hf.storage.waiting_prompt import DRAFT_MARGIN
 
 
 class Twin:

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..checks import is_whole_number
 from ..errors import ArtifactError
+from ..quantization.kv_side import SideFormat
 from ..quantization.quantizer import ScaleRule
-from ..quantization.side import SideFormat
 from .recipes import DATA_FREE_TRANSFORMS, OVERRIDABLE, RECIPES, TRANSFORMS, VALUE_TARGETS, VALUE_TRANSFORMS
 
 FORMAT_VERSION = 1

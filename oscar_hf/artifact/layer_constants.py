@@ -87,7 +87,7 @@ class LayerConstants:
         return constants
 
     def of_side(self, kind: str, is_identity: bool) -> dict[str, Tensor | None]:
-        """transform, inverse, mean and metric of keys (kind "key") or values ("value"), as `quantization.side.Side` takes them;
+        """transform, inverse, mean and metric of keys (kind "key") or values ("value"), as `quantization.kv_side.Side` takes them;
         a transform that is the identity is left out."""
         is_key = kind == "key"
         return {

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from ..errors import OscarError
-from .handle import Form, OscarKV
+from .kv_handle import Form, OscarKV
 from .views import AttentionView
 
 SDPA = "sdpa"

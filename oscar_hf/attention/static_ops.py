@@ -14,9 +14,7 @@ from torch import Tensor
 from ..dtypes import without_autocast
 from ..errors import CacheStateError
 from ..kernels.decode import DecodeStore, decode_attention, decode_problem, mask_facts
-from ..kernels.dequantize import dequantize_rows
-from ..kernels.launch import fall_back, launch_problem
-from ..kernels.step import (
+from ..kernels.decode_step import (
     HISTORY,
     LENGTH,
     OVERFLOW,
@@ -25,6 +23,8 @@ from ..kernels.step import (
     place_tokens_reference,
     place_tokens_triton,
 )
+from ..kernels.dequantize import dequantize_rows
+from ..kernels.launch import fall_back, launch_problem
 from ..masks import visible
 from ..storage.static_layout import Layout, StaticRegions
 from ..storage.static_store import StaticStore, overflow_message
@@ -75,7 +75,7 @@ def mask_facts_of(store: StaticStore, mask: Tensor, new_tokens: int) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------- the functions
 def _place(regions: StaticRegions, layout: Layout, keys: Tensor, values: Tensor) -> None:
-    """`kernels.step.place_tokens_reference` on a static store's regions."""
+    """`kernels.decode_step.place_tokens_reference` on a static store's regions."""
     sides, counters = (regions.keys, regions.values), regions.counters
     arguments = (*sides, keys, values, counters, layout.recent, regions.start, layout.limit)
     problem = place_problem(*sides)

@@ -1,4 +1,4 @@
-"""Views: what one call sees of a layer, between `update` and the attention output. The handles of `handle` refer to them."""
+"""Views: what one call sees of a layer, between `update` and the attention output. The handles of `kv_handle` refer to them."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheStateError
-from ..kernels.step import LENGTH
+from ..kernels.decode_step import LENGTH
 from ..masks import MaskMemory, first_visible, first_visible_of_weights, shows_any_before
 from ..storage.layer_store import LayerStore
 from ..storage.static_store import StaticStore

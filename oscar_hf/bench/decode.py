@@ -16,7 +16,7 @@ from ..transformers_compat.deferred_stop import can_defer_stop, deferred_stop
 from ..transformers_compat.versions import CACHE_ARGUMENT
 from .caches import STATIC, attention_error, filled, new_cache, settle
 from .device import OUT_OF_MEMORY, Device, attempt, gib_since
-from .largest import largest
+from .largest_batch import largest
 from .models import prompt_row, prompts
 from .report import Column, table
 from .timing import machine

@@ -12,9 +12,9 @@ from ..errors import OscarError
 from ..kernels.decode import DecodeStore, decode_attention, decode_problem
 from ..kernels.decode.reference import decode_attention_reference
 from ..kernels.dequantize import dequantize_rows
+from ..quantization.kv_side import Side, SideFormat
 from ..quantization.packed_rows import PackedRows
 from ..quantization.quantizer import ScaleRule
-from ..quantization.side import Side, SideFormat
 from .device import Device, attempt
 from .report import Column, table
 from .timing import ROTATE_BYTES, copy_bandwidth, graph_microseconds, machine

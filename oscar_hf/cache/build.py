@@ -1,4 +1,4 @@
-"""Which layer goes where in a cache, and whether an artifact fits a model."""
+"""Which layer goes where in a cache."""
 
 import warnings
 
@@ -12,10 +12,9 @@ from ..checks import check_token_count
 from ..errors import ArtifactError, OscarError
 from ..masks import MaskMemory
 from ..transformers_compat import model_config as compat
+from .artifact_fit import check_group_sizes, check_heads, check_layers
 from .layer import OscarLayer
 from .static_layer import StaticOscarLayer
-
-_LABELS = {"num_key_value_heads": "KV heads", "head_dim": "head dim"}
 
 
 def choose_artifact(artifact, recipe: str | None, config) -> Artifact:
@@ -60,8 +59,8 @@ def build_layers(
     """One layer per model layer: OscarLayers (static ones with `max_cache_len`) where it is full attention and nothing else,
     transformers' own elsewhere. Raises OscarError where the artifact does not fit the model."""
     layers = compat.native_layers(config, max_cache_len)
-    _check_layers(artifact, layers)
-    _check_model(artifact, config)
+    check_layers(artifact, layers)
+    check_heads(artifact, config)
     masks = MaskMemory()
 
     def packed(index: int) -> OscarLayer:
@@ -78,7 +77,7 @@ def build_layers(
             stacklevel=3,
         )
     for layer in ours:
-        _check_group_sizes(config, artifact, storage, layer.layer_idx)
+        check_group_sizes(config, artifact, storage, layer.layer_idx)
     return layers
 
 
@@ -97,50 +96,3 @@ def donor_layers(fields: dict, layers: list[OscarLayer]) -> list[OscarLayer]:
     if fields.get("kv_sharing_modes"):
         return layers
     return layers[-1:] if fields.get("num_kv_shared_layers") else []
-
-
-def _check_group_sizes(config: PreTrainedConfig, artifact: Artifact, storage: OscarConfig, index: int) -> None:
-    """Refuse a group size that rows cannot be cut into, as far as head dims are known before the first call."""
-    try:
-        geometry = compat.layer_geometry(config, index)
-        dims = geometry.key_dim, geometry.value_dim
-    except OscarError:
-        dims = [artifact.config.per_layer(name, index) for name in ("head_dim", "value_head_dim")]
-    for dim in filter(None, dims):
-        storage.group_size_for(dim)
-
-
-def _check_model(artifact: Artifact, config: PreTrainedConfig) -> None:
-    """Refuse an artifact for heads of another kind; warn if it was made for another family of models."""
-    recorded = artifact.config
-    for name, value in compat.attention_geometry(config).items():
-        made_for = getattr(recorded, name)
-        # Where layers differ the artifact has a list: such layers are checked when they are first used.
-        if isinstance(made_for, int) and made_for != value:
-            raise ArtifactError(
-                f"{artifact.source} was made for {_LABELS[name]} {made_for}, this model has {value}: use the artifact of this model"
-            )
-    given = getattr(config, "model_type", "")
-    if recorded.model_type and given and recorded.model_type != given:
-        warnings.warn(
-            f"oscar_hf: {artifact.source} was made for a {recorded.model_type} model, this one is {given}: quality will suffer "
-            "unless they share their weights",
-            stacklevel=4,
-        )
-
-
-def _check_layers(artifact: Artifact, layers: list) -> None:
-    """Refuse an artifact that was made for another number of layers or lacks one that it must have."""
-    recorded = artifact.config
-    expected = len(recorded.layer_types) if recorded.layer_types is not None else recorded.num_hidden_layers
-    if expected is not None and expected != len(layers):
-        raise ArtifactError(
-            f"{artifact.source} was made for {recorded.base_model or 'a model'} with {expected} cache layers, this model has "
-            f"{len(layers)}: use the artifact of this model"
-        )
-    wanted = [index for index, layer in enumerate(layers) if compat.is_plain_attention(layer)]
-    if artifact.layers and (missing := [index for index in wanted if index not in artifact.layers]):
-        raise ArtifactError(
-            f"{artifact.source} has no constants for the full-attention layers {missing} of this model: "
-            "use the artifact of this model, or calibrate one with `oscar-hf calibrate`"
-        )

@@ -8,7 +8,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..artifact.artifact import Artifact
 from ..artifact.config import OscarConfig
-from ..attention.handle import OscarKV
+from ..attention.kv_handle import OscarKV
 from ..attention.views import AttentionView, CallView
 from ..errors import CacheStateError, UnsupportedModelError
 from ..masks import MaskMemory

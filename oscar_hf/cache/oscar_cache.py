@@ -12,7 +12,7 @@ from ..artifact.config import OscarConfig
 from ..artifact.recipes import OVERRIDABLE
 from ..errors import ArtifactError, CacheStateError, OscarError
 from ..kernels.decode import MAX_NEW_TOKENS
-from ..kernels.step import HISTORY, LENGTH, OVERFLOW
+from ..kernels.decode_step import HISTORY, LENGTH, OVERFLOW
 from ..storage.static_store import StaticStore, overflow_message
 from ..transformers_compat import model_config as compat
 from ..transformers_compat.deferred_stop import stop_is_deferred

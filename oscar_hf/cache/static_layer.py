@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..artifact.artifact import Artifact
 from ..artifact.config import OscarConfig
-from ..attention.handle import OscarKV
+from ..attention.kv_handle import OscarKV
 from ..attention.static_ops import place_step
 from ..attention.views import StepView
 from ..kernels.decode import MAX_NEW_TOKENS

@@ -15,12 +15,12 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..artifact.artifact import Artifact
-from ..attention.handle import OscarKV
+from ..attention.kv_handle import OscarKV
 from ..attention.views import DenseView
 from ..errors import ArtifactError, UnsupportedModelError
 from ..kernels.append import append_rows
 from ..kernels.dequantize import dequantize_rows
-from ..quantization.side import Side, SideFormat
+from ..quantization.kv_side import Side, SideFormat
 from ..transformers_compat import model_config as compat
 from ..transformers_compat.versions import CACHE_ARGUMENT, logit_scaling, without_head
 
@@ -65,7 +65,7 @@ class Quality:
 
 
 class _StreamingView(DenseView):
-    """What the handles of a StreamingLayer refer to; see handle.OscarKV. Unpadded prompts of one call only."""
+    """What the handles of a StreamingLayer refer to; see kv_handle.OscarKV. Unpadded prompts of one call only."""
 
     def attend(self, query, mask, is_causal, scale, repeat):
         self.layer.used = True

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from ..attention.handle import OscarKV
+from ..attention.kv_handle import OscarKV
 from ..attention.packed import exact_attention
 from ..attention.views import DenseView
 from ..errors import UnsupportedModelError
@@ -104,7 +104,7 @@ def _moment(x: Tensor) -> Tensor:
 
 
 class _RecordingView(DenseView):
-    """What the handles of a RecordingLayer refer to; see handle.OscarKV."""
+    """What the handles of a RecordingLayer refer to; see kv_handle.OscarKV."""
 
     eager_query = None
 

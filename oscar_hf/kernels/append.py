@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
 from ..quantization.quantizer import quantize_rows
-from ..quantization.side import Side
 from .encode import encode, encode_plan, encode_problem, matrix_strides, rotate
 from .launch import fall_back, launch_problem, on_device, tl, triton
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
 from ..quantization.quantizer import dequantize
-from ..quantization.side import Side
 from .launch import fall_back, head_dim_problem, launch_problem, next_power_of_two, on_device, tl, triton
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..quantization.packed_rows import tokens_per_row
 from ..quantization.quantizer import ScaleRule, check_group_size
 from .launch import MAX_HEAD_DIM, head_dim_problem, next_power_of_two, tl, triton
-from .search import quantize, scale_of_range, search_at_once, search_in_turn
+from .scale_search import quantize, scale_of_range, search_at_once, search_in_turn
 
 # Inside the kernel the columns of a rotated row stand in "group order": DIM_TILE = GROUPS_TILE x GROUP_TILE columns,
 # group g from column g * GROUP_TILE on. For a power-of-two head dim that is the order of the channels. For any other,

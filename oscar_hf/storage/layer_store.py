@@ -10,21 +10,7 @@ In a left-padded batch row b begins at slot starts[b], and its sink is the first
 starts[b] + sink - 1: entry i of its sink buffer is slot starts[b] + i. What of those lies beyond slot `sink` is packed like
 every other slot, too, so that all rows share one layout; attention then leaves the packed copy out.
 
-A call's tokens are exact during that call. Few of them (at most DRAFT_MARGIN, with the padding settled) are placed at once, so
-that a single kernel can read everything; many (a prompt) wait until their forward has read them. The states:
-
-    state      what the regions hold        the latest call's tokens                    leaves by
-    EMPTY      nothing                      none                                        add -> WAITING
-    WAITING    the calls before it          beside the regions, as the model made them  place_waiting -> PLACED
-    PLACED     everything                   in the regions                              add -> PLACED or WAITING;
-                                                                                       open_forward -> STEPS
-    STEPS      everything (static stores)   in the regions; lengths live on the device  begin -> PLACED
-
-One rule says when a prompt is placed, for growing and for static stores: at the next update of any layer, except that a layer
-whose keys other layers read later in the same forward (Gemma 3n, Gemma 4) waits for the next forward; and before any operation
-but `update`. So one layer at most holds its prompt in full, and what a forward reads of its own tokens is exact. A static cache
-takes a question for its length or for the size of the next mask as the beginning of a forward, too: the step that follows may
-be compiled, and no graph can place a prompt.
+A call's tokens are exact during that call; `waiting_prompt` says when they are placed.
 
 Up to DRAFT_MARGIN tokens of the latest call stay exact beyond the recent window: rejected draft tokens leave no trace.
 """
@@ -32,7 +18,6 @@ Up to DRAFT_MARGIN tokens of the latest call stay exact beyond the recent window
 import copy
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,29 +27,15 @@ from ..artifact.layer_constants import LayerConstants
 from ..dtypes import keeps_dtypes
 from ..kernels.append import append_rows
 from ..kernels.decode import MAX_NEW_TOKENS, DecodeStore
+from ..kernels.decode_step import packed_after, place_problem, place_tokens_triton
 from ..kernels.dequantize import dequantize_rows
-from ..kernels.step import packed_after, place_problem, place_tokens_triton
+from ..quantization.kv_side import Side
 from ..quantization.packed_rows import PackedRows
-from ..quantization.side import Side
 from .padding import Padding
+from .waiting_prompt import DRAFT_MARGIN, WaitingPrompt
 
-DRAFT_MARGIN = 32
 # More tokens than this leave the window faster through the append kernel, which takes them side by side.
 _MAX_STEP_LEAVING = 2
-
-
-@dataclass
-class WaitingPrompt:
-    """Keys and values [B, H, M, D] of a call that are not placed yet. call: a weak reference to what reads them; weak, because
-    that refers to the store, and a cycle would keep a whole prompt alive until the next collection."""
-
-    keys: Tensor
-    values: Tensor
-    call: weakref.ref | None = None
-
-    def __getstate__(self):
-        # A copy is placed by its own next update; nothing learns from its masks, and no gradient comes along.
-        return {"keys": self.keys.detach(), "values": self.values.detach(), "call": None}
 
 
 class LayerStore:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..artifact.layer_constants import LayerConstants
-from ..kernels.step import COUNTERS, HISTORY, LENGTH
+from ..kernels.decode_step import COUNTERS, HISTORY, LENGTH
+from ..quantization.kv_side import Side, SideFormat
 from ..quantization.packed_rows import PackedRows, packed_shapes
 from ..quantization.quantizer import ScaleRule
-from ..quantization.side import Side, SideFormat
 
 # Kernels load up to 16 bytes at a time, and caches work in lines of 128.
 _ALIGN = 256
@@ -39,8 +39,8 @@ class Region(NamedTuple):
 
 @dataclass
 class StaticRegions:
-    """A static store's tensors as views of its buffer: the two sides; counters, int32 [COUNTERS], see kernels/step.py; start,
-    int32 [B], the first real slot of each row."""
+    """A static store's tensors as views of its buffer: the two sides; counters, int32 [COUNTERS], see
+    kernels/decode_step.py; start, int32 [B], the first real slot of each row."""
 
     keys: Side
     values: Side

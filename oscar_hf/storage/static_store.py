@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..artifact.config import OscarConfig
 from ..errors import CacheStateError
-from ..kernels.step import AHEAD, COUNTERS, HISTORY, LENGTH, OVERFLOW
+from ..kernels.decode_step import AHEAD, COUNTERS, HISTORY, LENGTH, OVERFLOW
 from .layer_store import LayerStore
 from .static_layout import Layout, StaticRegions
 
@@ -29,7 +29,7 @@ class StaticStore(LayerStore):
     takes_steps: the state STEPS, in which calls of a few tokens go through operators that read and write the lengths on the
     device; there the host does not know them and `lengths` waits for the device. In any other state it does know them; the next
     call of a few tokens opens STEPS again.
-    counters: int32 [COUNTERS], the lengths as kernels/step.py describes them, inside `storage` once there is one.
+    counters: int32 [COUNTERS], the lengths as kernels/decode_step.py describes them, inside `storage` once there is one.
     """
 
     def __init__(self, config: OscarConfig, max_cache_len: int):

@@ -4,7 +4,7 @@ import dataclasses
 
 from torch import Tensor
 
-from ...quantization.side import Side
+from ...quantization.kv_side import Side
 from ..launch import DECODE_MIN_TRITON, HAS_TRITON, interpreting, triton_problem
 
 MAX_NEW_TOKENS = 16

@@ -9,8 +9,8 @@ time is one token's search for its scale.
 import torch
 from torch import Tensor
 
+from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
-from ..quantization.side import Side
 from .append import append_rows_reference
 from .encode import encode, encode_plan, encode_problem, matrix_strides, rotate
 from .launch import launch_problem, next_power_of_two, on_device, tl, triton
