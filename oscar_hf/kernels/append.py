@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..quantization.block_centers import centers_of
 from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
 from ..quantization.quantizer import quantize_rows
@@ -13,14 +14,16 @@ from .launch import fall_back, launch_problem, on_device, tl, triton
 def append_rows_reference(side: Side, start: int, x: Tensor) -> None:
     """Quantize x and store it as history tokens start..start+T-1 of `side`; room must be reserved.
 
-    x: [B, H, T, D] in the model's dtype. x_rot = (x - mean) @ transform is what is quantized, by the side's rule and metric.
+    x: [B, H, T, D] in the model's dtype. x_rot = (x - center) @ transform is what is quantized, by the side's rule and metric.
+    Centers of blocks must be there already (`open_blocks`).
     """
-    x = x.float()
-    if side.mean is not None:
+    x, rows = x.float(), side.rows
+    if rows.centers is not None:
+        x = x - centers_of(rows, start, start + x.shape[2]).float()
+    elif side.mean is not None:
         x = x - side.mean[:, None, :]
     if side.transform is not None:
         x = x @ side.transform
-    rows = side.rows
     rows.write(start, *quantize_rows(x, rows.group_size, side.rule, rows.symmetric, side.metric))
 
 

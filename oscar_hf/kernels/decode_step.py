@@ -9,6 +9,7 @@ time is one token's search for its scale.
 import torch
 from torch import Tensor
 
+from ..quantization.block_centers import open_blocks
 from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
 from .append import append_rows_reference
@@ -55,6 +56,7 @@ def place_tokens_reference(
         if packed > history:
             index = torch.arange(history, packed, device=rows.device) % ring
             gone = side.ring[:, :, index]
+            _open_blocks(side, history, packed, length, begins if start is not None else None)
             append_rows_reference(side, history, gone)
             if start is not None:
                 _copy_to_sink(side.sink, gone, sink + history, begins)
@@ -67,18 +69,31 @@ def place_tokens_reference(
     return counters
 
 
-def encode_ahead_reference(keys: Side, values: Side, counters: Tensor, recent: int) -> None:
+def encode_ahead_reference(
+    keys: Side, values: Side, counters: Tensor, recent: int, start: Tensor | None = None
+) -> None:
     """Write the codes of the token that the next step packs, if there is one, behind the history, which stays as it is.
 
-    counters: int32 [COUNTERS]; AHEAD is raised. The codes are those that the step would write; it skips what AHEAD counts.
+    counters: int32 [COUNTERS]; AHEAD is raised. start: int32 [B] first real slot of each row, None for zeros. The codes are those that the step would write; it skips what AHEAD counts.
     """
     length, history = counters.tolist()[:2]
     if packed_after(length, history, keys.sink.shape[2], recent) <= history:
         return
     for side in (keys, values):
         oldest = side.ring[:, :, history % side.ring.shape[2]].unsqueeze(2)
+        _open_blocks(side, history, history + 1, length, None if start is None else start.tolist())
         append_rows_reference(side, history, oldest)
     counters[AHEAD] = history + 1
+
+
+def _open_blocks(side: Side, history: int, packed: int, length: int, starts: list[int] | None) -> None:
+    """`open_blocks` for history tokens history..packed-1 from the ring, which holds all tokens from `history` on before `length`."""
+    if not side.center_block:
+        return
+    sink, ring = side.sink.shape[2], side.ring.shape[2]
+    held = torch.arange(history, length - sink, device=side.ring.device) % ring
+    hidden = None if starts is None else [max(0, begin - sink) for begin in starts]
+    open_blocks(side.rows, history, packed, side.ring[:, :, held], hidden)
 
 
 def _copy_to_sink(sink: Tensor, rows: Tensor, first: int, begins: list[int]) -> None:

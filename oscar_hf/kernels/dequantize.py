@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..quantization.block_centers import centers_of
 from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
 from ..quantization.quantizer import dequantize
@@ -10,17 +11,22 @@ from .launch import fall_back, head_dim_problem, launch_problem, next_power_of_t
 
 
 def dequantize_rows_reference(side: Side, start: int, stop: int, dtype: torch.dtype, rotated: bool = False) -> Tensor:
-    """History tokens start..stop-1 of `side` as [B, H, T, D] in `dtype`: x_rot @ inverse + mean, or x_rot itself if `rotated`.
+    """History tokens start..stop-1 of `side` as [B, H, T, D] in `dtype`: x_rot @ inverse + center.
 
-    The arithmetic is float32, or float64 if that is `dtype`.
+    rotated: in the rotated basis, x_rot + center @ transform for centers of blocks and x_rot alone where one mean serves all rows,
+    for then a query meets it once, apart from the rows. The arithmetic is float32, or float64 if that is `dtype`.
     """
     working = torch.float64 if dtype == torch.float64 else torch.float32
     x = dequantize(*side.rows.read(start, stop), dtype=working)
-    if not rotated:
-        if side.inverse is not None:
-            x = x @ side.inverse.to(working)
-        if side.mean is not None:
-            x = x + side.mean[:, None, :].to(working)
+    if not rotated and side.inverse is not None:
+        x = x @ side.inverse.to(working)
+    if side.rows.centers is not None:
+        centers = centers_of(side.rows, start, stop).to(working)
+        if rotated and side.transform is not None:
+            centers = centers @ side.transform.to(working)
+        x = x + centers
+    elif side.mean is not None and not rotated:
+        x = x + side.mean[:, None, :].to(working)
     return x.to(dtype)
 
 

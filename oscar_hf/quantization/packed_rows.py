@@ -1,4 +1,4 @@
-"""Packed storage of quantized rows: 2-bit codes, 8 to an int16 word, with fp16 scale and min per group.
+"""Packed storage of quantized rows: 2-bit codes, 8 to an int16 word, with fp16 scale and min per group, and the centers of blocks.
 
 Layout (the kernels read it as it is). For head dim D other than 64, word w of a row holds the codes of channels w,
 w + D/8, ..., w + 7D/8 in its 8 crumbs (crumb i = bits 2i and 2i+1). For D = 64 a row of 16 words holds two tokens,
@@ -45,47 +45,58 @@ def unpack_token_bytes(token_bytes: Tensor, head_dim: int) -> Tensor:
 
 
 def packed_shapes(
-    batch: int, heads: int, head_dim: int, group_size: int, symmetric: bool, tokens: int
+    batch: int, heads: int, head_dim: int, group_size: int, symmetric: bool, tokens: int, center_block: int = 0
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of each tensor that stores `tokens` rows, by name; the one home of the layout above the level of words."""
     per_row = tokens_per_row(head_dim)
     qparams = (torch.float16, (batch, heads, tokens, head_dim // group_size))
     # A row of words that holds two tokens is stored whole.
     shapes = {"codes": (torch.int16, (batch, heads, -(-tokens // per_row), head_dim // 8 * per_row)), "scale": qparams}
-    return shapes if symmetric else {**shapes, "min": qparams}
+    if not symmetric:
+        shapes["min"] = qparams
+    if center_block:
+        shapes["centers"] = (torch.float16, (batch, heads, -(-tokens // center_block), head_dim))
+    return shapes
 
 
 class PackedRows:
     """Growing store of the quantized rows of one tensor (keys or values) of one layer.
 
-    codes: int16 [B, H, C / tokens_per_row, words]; scale, min: fp16 [B, H, C, D / G], min None when symmetric. C is the
-    capacity in tokens; how many of them are in use is the owner's business, so that a length is never stored twice.
+    codes: int16 [B, H, C / tokens_per_row, words]; scale, min: fp16 [B, H, C, D / G], min None when symmetric. centers: fp16
+    [B, H, C / center_block, D], what was taken off the rows of each block of `center_block` tokens, in the model's basis; None
+    where center_block is 0. C is the capacity in tokens; how many of them are in use is the owner's business, so that a length
+    is never stored twice.
     """
 
-    def __init__(self, batch, heads, head_dim, group_size, symmetric, device, capacity=0):
-        self.head_dim, self.group_size, self.symmetric = head_dim, group_size, symmetric
+    def __init__(self, batch, heads, head_dim, group_size, symmetric, device, capacity=0, center_block=0):
+        self.head_dim, self.group_size, self.symmetric, self.center_block = head_dim, group_size, symmetric, center_block
         self._set(self._allocate(batch, heads, capacity, device))
 
     @classmethod
-    def of(cls, tensors: dict[str, Tensor], head_dim: int) -> "PackedRows":
+    def of(cls, tensors: dict[str, Tensor], head_dim: int, center_block: int = 0) -> "PackedRows":
         """A store over tensors that exist already, named as in `packed_shapes`."""
         rows = cls.__new__(cls)
-        rows.head_dim, rows.symmetric = head_dim, "min" not in tensors
+        rows.head_dim, rows.symmetric, rows.center_block = head_dim, "min" not in tensors, center_block
         rows.group_size = head_dim // tensors["scale"].shape[3]
         rows._set(tensors)
         return rows
 
     def _set(self, tensors: dict[str, Tensor]) -> None:
         self.codes, self.scale, self.min = tensors["codes"], tensors["scale"], tensors.get("min")
+        self.centers = tensors.get("centers")
 
     def shapes(self, tokens: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """`packed_shapes` of this store for a number of tokens."""
         batch, heads = self.codes.shape[:2]
-        return packed_shapes(batch, heads, self.head_dim, self.group_size, self.symmetric, tokens)
+        return packed_shapes(
+            batch, heads, self.head_dim, self.group_size, self.symmetric, tokens, self.center_block
+        )
 
     def _allocate(self, batch, heads, capacity, device) -> dict[str, Tensor]:
         capacity = -(-capacity // tokens_per_row(self.head_dim)) * tokens_per_row(self.head_dim)
-        shapes = packed_shapes(batch, heads, self.head_dim, self.group_size, self.symmetric, capacity)
+        shapes = packed_shapes(
+            batch, heads, self.head_dim, self.group_size, self.symmetric, capacity, self.center_block
+        )
         # Zeroed, not empty: unused capacity must never hold a NaN that 0 * NaN would let through.
         return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}
 
@@ -96,12 +107,15 @@ class PackedRows:
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """The stored tensors by name: codes, scale and, unless symmetric, min."""
-        return {"codes": self.codes, "scale": self.scale} | ({} if self.min is None else {"min": self.min})
+        """The stored tensors by name: codes, scale, unless symmetric min, and centers where blocks have them."""
+        every = {"codes": self.codes, "scale": self.scale, "min": self.min, "centers": self.centers}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     def mapped(self, function) -> "PackedRows":
         """A store of `function(tensor)` for every stored tensor: gathers over the batch, moves between devices."""
-        return PackedRows.of({name: function(tensor) for name, tensor in self.named.items()}, self.head_dim)
+        return PackedRows.of(
+            {name: function(tensor) for name, tensor in self.named.items()}, self.head_dim, self.center_block
+        )
 
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
@@ -172,3 +186,8 @@ class PackedRows:
     def qparam_bytes(self) -> int:
         """Bytes allocated for scale and min."""
         return self.scale.nbytes + (0 if self.min is None else self.min.nbytes)
+
+    @property
+    def center_bytes(self) -> int:
+        """Bytes allocated for the centers of blocks."""
+        return 0 if self.centers is None else self.centers.nbytes

@@ -110,7 +110,9 @@ class Layout:
         """Where each tensor lies; one that is left out is missing."""
         kinds, forms = {}, {"keys": self.keys, "values": self.values}
         for name, form in forms.items():
-            shapes = packed_shapes(self.batch, self.heads, form.dim, form.group_size, form.symmetric, self.capacity)
+            shapes = packed_shapes(
+                self.batch, self.heads, form.dim, form.group_size, form.symmetric, self.capacity, form.center_block
+            )
             kinds |= {f"{name}.{tensor}": kind for tensor, kind in shapes.items()}
         for window, size in (("sink", self.sink), ("ring", self.ring)):
             for name, form in forms.items():
@@ -141,7 +143,7 @@ class Layout:
         def side(kind: str, name: str, form: SideFormat) -> Side:
             own = {full.partition(".")[2]: view for full, view in views.items() if full.startswith(f"{name}.")}
             windows = {window: own.pop(window) for window in ("sink", "ring")}
-            return Side(form, PackedRows.of(own, form.dim), **constants.of_side(kind, form.is_identity), **windows)
+            return Side(form, PackedRows.of(own, form.dim, form.center_block), **constants.of_side(kind, form.is_identity), **windows)
 
         sides = side("key", "keys", self.keys), side("value", "values", self.values)
         return StaticRegions(*sides, views["counters"], views["start"])

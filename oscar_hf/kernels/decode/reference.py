@@ -38,7 +38,11 @@ def decode_attention_reference(query, store, mask=None, scale=None, softcap=None
     ring_at = (r - sink) % ring
     q_rot = torch.einsum("bhgmd,hde->bhgme", q, per_head(store.keys.query_transform))
     history = q_rot @ k_hat[:, :, None].mT
-    if store.keys.mean is not None:
+    if store.keys.rows.centers is not None:
+        block = store.keys.rows.center_block
+        at_centers = torch.einsum("bhgmd,bhcd->bhgmc", q, store.keys.rows.centers[:, :, : -(-h // block)].to(dtype))
+        history = history + at_centers.repeat_interleave(block, -1)[..., :h]
+    elif store.keys.mean is not None:
         history = history + torch.einsum("bhgmd,hd->bhgm", q, store.keys.mean.to(dtype))[..., None]
     scores = torch.cat(
         [
