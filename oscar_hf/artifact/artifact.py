@@ -6,6 +6,7 @@ everything is checked before it is used.
 """
 
 import dataclasses
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -57,6 +58,8 @@ class Artifact:
 
     def __init__(self, config: OscarConfig, layers: dict[int, LayerConstants], source: str = "memory"):
         self.config, self.layers, self.source = config, dict(layers), source
+        # The fields of a config of format version 1, as they were written: caches saved then know the artifact by them.
+        self.written_fields: dict[str, Any] | None = None
         self._on_device: dict = {}
 
     def __deepcopy__(self, memo):
@@ -75,11 +78,11 @@ class Artifact:
         return not self.layers and not self.config.needs_calibration
 
     @classmethod
-    def data_free(cls, recipe: str = "hadamard", **fields: Any) -> "Artifact":
+    def data_free(cls, recipe: str = "default", **fields: Any) -> "Artifact":
         """An artifact that needs no calibration. Recipes that do are refused, never replaced by another.
 
         Args:
-            recipe (`str`, defaults to `"hadamard"`): A recipe that needs no calibration.
+            recipe (`str`, defaults to `"default"`): A recipe that needs no calibration.
             fields: Fields of `OscarConfig` that replace those of the recipe, such as `sink_tokens`.
 
         Returns:
@@ -118,7 +121,7 @@ class Artifact:
         config = dataclasses.replace(self.config, calibration=self.config.calibration | (facts or {}))
         copy = Artifact(config, self.layers, self.source if source is None else source)
         # The same constants, so the same copies of them on devices.
-        copy._on_device = self._on_device
+        copy._on_device, copy.written_fields = self._on_device, self.written_fields
         return copy
 
     def constants(self, layer: int, device: torch.device, key_dim: int, value_dim: int) -> LayerConstants:
@@ -211,13 +214,17 @@ class Artifact:
             text = config_path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise ArtifactError(f"{config_path} is not UTF-8 text: download or calibrate it again") from None
-        config = OscarConfig.from_json(text)
-        if not tensor_path.is_file():
-            if not config.needs_calibration:
-                return cls(config, {}, source)
+        config, layers = OscarConfig.from_json(text), {}
+        if tensor_path.is_file():
+            check_size(tensor_path, _MAX_TENSOR_BYTES)
+            layers = _read_tensors(tensor_path, config)
+        elif config.needs_calibration:
             raise ArtifactError(f"{source} has {CONFIG_FILE} but no {TENSOR_FILE}: download the whole artifact")
-        check_size(tensor_path, _MAX_TENSOR_BYTES)
-        return cls(config, _read_tensors(tensor_path, config), source)
+        artifact = cls(config, layers, source)
+        written = json.loads(text)
+        if written["format_version"] == 1:
+            artifact.written_fields = written
+        return artifact
 
     def save(self, folder: str | os.PathLike) -> Path:
         """Check the artifact and write its two files, `oscar_config.json` and `rotations.safetensors`.

@@ -10,15 +10,26 @@ from ..checks import is_whole_number
 from ..errors import ArtifactError
 from ..quantization.kv_side import SideFormat
 from ..quantization.quantizer import ScaleRule
-from .recipes import DATA_FREE_TRANSFORMS, OVERRIDABLE, RECIPES, TRANSFORMS, VALUE_TARGETS, VALUE_TRANSFORMS
+from . import version_1
+from .recipes import (
+    DATA_FREE_TRANSFORMS,
+    KEY_CENTERS,
+    OVERRIDABLE,
+    RECIPES,
+    TRANSFORMS,
+    VALUE_TARGETS,
+    VALUE_TRANSFORMS,
+)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # Fewer tokens than this and the covariance of a 256-dim head is mostly noise.
 MIN_CALIBRATION_TOKENS = 2048
 # Far above any model; bounds what a config from a stranger can make us allocate.
 MAX_LAYERS = 4096
 # Groups longer than this share one scale between too many channels; the paper's group for head dim 128.
 _LARGEST_DEFAULT_GROUP = 128
+# Tokens that share a center by default, and the least that may.
+KEY_BLOCK, LEAST_KEY_BLOCK = 128, 32
 # No count of a config is larger.
 _LARGEST = 1 << 24
 
@@ -29,12 +40,15 @@ class OscarConfig:
 
     Attributes:
         recipe (`str`): Name of the recipe that the parts are from.
-        key_transform (`str`): `"oscar"`, `"hadamard"`, `"identity"` or `"balanced"`.
-        value_transform (`str`): The same but for `"balanced"`.
+        key_transform (`str`): `"whitened"`, made by each cache from its own first tokens, `"hadamard"`, `"identity"`,
+            `"oscar"` or `"balanced"`.
+        value_transform (`str`): `"hadamard"`, `"identity"` or `"oscar"`.
         per_head (`bool`): One transform per KV head in place of one per layer.
         value_target (`str`): What the value covariance is weighted by: `"score"`, the mean squared attention score of a
             token, as in the published files, or `"attention"`, the paper's formula.
-        center_keys (`bool`): Take the mean off keys before they are quantized.
+        key_center (`str`): What is taken off keys before they are quantized: `"block"`, the mean of each block of neighboring
+            tokens, `"mean"`, a mean that was calibrated, or `"none"`.
+        key_block (`int`, *optional*): Tokens of a block; None means 128, or less where fewer recent tokens are exact.
         key_scale (`str`): How the scales of keys are chosen, see `ScaleRule`.
         value_scale (`str`): How those of values are chosen.
         key_symmetric (`bool`): Store a scale of keys but no minimum.
@@ -64,15 +78,16 @@ class OscarConfig:
     """
 
     recipe: str = "default"
-    key_transform: str = "balanced"
-    value_transform: str = "oscar"
+    key_transform: str = "whitened"
+    value_transform: str = "hadamard"
     per_head: bool = True
     value_target: str = "score"
-    center_keys: bool = True
-    key_scale: str = "weighted_search_both_ends"
+    key_center: str = "block"
+    key_block: int | None = None
+    key_scale: str = "feedback"
     value_scale: str = "percentile(0.92)"
-    key_symmetric: bool = False
-    value_symmetric: bool = False
+    key_symmetric: bool = True
+    value_symmetric: bool = True
     sink_tokens: int = 64
     recent_tokens: int = 256
     group_size: int | None = None
@@ -99,7 +114,8 @@ class OscarConfig:
         self._check_choice("key_transform", TRANSFORMS)
         self._check_choice("value_transform", VALUE_TRANSFORMS)
         self._check_choice("value_target", VALUE_TARGETS)
-        for name in ("per_head", "center_keys", "key_symmetric", "value_symmetric"):
+        self._check_choice("key_center", KEY_CENTERS)
+        for name in ("per_head", "key_symmetric", "value_symmetric"):
             self._check(name, isinstance(getattr(self, name), bool), "true or false")
         self._check("format_version", _is_known_version(self.format_version), f"{FORMAT_VERSION}; update oscar_hf")
         self._check("recipe", isinstance(self.recipe, str) and self.recipe != "", "a name")
@@ -108,6 +124,12 @@ class OscarConfig:
         self._check("sink_tokens", _is_count(self.sink_tokens, 0), "an integer >= 0")
         self._check("recent_tokens", _is_count(self.recent_tokens, 1), "an integer >= 1 (the token being decoded)")
         self._check("group_size", self.group_size is None or _is_count(self.group_size, 1), "null or an integer >= 1")
+        largest = max(LEAST_KEY_BLOCK, self.recent_tokens)
+        ok = _is_count(self.key_block, LEAST_KEY_BLOCK) and self.key_block <= largest
+        ok = self.key_block is None or (ok and not self.key_block & (self.key_block - 1))
+        # The mean of a block is taken while its tokens are exact.
+        reach = f"null or a power of two from {LEAST_KEY_BLOCK} to {largest} (recent_tokens is {self.recent_tokens})"
+        self._check("key_block", ok, reach)
         layers = self.num_hidden_layers
         ok = layers is None or is_whole_number(layers, 1, MAX_LAYERS)
         self._check("num_hidden_layers", ok, f"null or an integer from 1 to {MAX_LAYERS}")
@@ -135,7 +157,12 @@ class OscarConfig:
                 rule = ScaleRule.parse(getattr(self, name))
             except ValueError as error:
                 raise ArtifactError(f"{name}: {error}") from None
-            if rule.weighted and name == "value_scale":
+            if rule.feedback and not self.key_symmetric and name == "key_scale":
+                raise ArtifactError(
+                    "key_scale: got 'feedback' with key_symmetric false, but feedback stores no minimum: "
+                    "give another key_scale, such as weighted_search_both_ends, or leave key_symmetric true"
+                )
+            if rule.needs_metric and name == "value_scale":
                 raise ArtifactError(
                     f"value_scale: {self.value_scale!r} needs a query metric and is for keys only: "
                     "use percentile(c) or search"
@@ -162,7 +189,17 @@ class OscarConfig:
     def needs_calibration(self) -> bool:
         """Whether an artifact of this config needs tensors made from a model's statistics."""
         transforms = {self.key_transform, self.value_transform}
-        return not transforms <= set(DATA_FREE_TRANSFORMS) or self.center_keys or self.key_rule.weighted
+        return not transforms <= set(DATA_FREE_TRANSFORMS) or self.key_center == "mean"
+
+    @property
+    def center_block(self) -> int:
+        """Tokens of history that share a center, 0 where keys are not centered by blocks."""
+        if self.key_center != "block":
+            return 0
+        if self.key_block is not None:
+            return self.key_block
+        reach = 1 << self.recent_tokens.bit_length() - 1
+        return max(LEAST_KEY_BLOCK, min(KEY_BLOCK, reach))
 
     @property
     def longest_calibrated(self) -> int | None:
@@ -178,6 +215,8 @@ class OscarConfig:
             getattr(self, f"{kind}_symmetric"),
             ScaleRule.parse(getattr(self, f"{kind}_scale")),
             getattr(self, f"{kind}_transform") == "identity",
+            self.center_block if kind == "key" else 0,
+            kind == "key" and self.key_center == "mean",
         )
 
     def group_size_for(self, head_dim: int) -> int:
@@ -217,13 +256,7 @@ class OscarConfig:
                     f"{name!r} cannot be overridden on an artifact: allowed are {', '.join(OVERRIDABLE)}; "
                     "to change the transform calibrate a new artifact"
                 )
-        changed = dataclasses.replace(self, **overrides)
-        if changed.key_rule.weighted and not self.key_rule.weighted:
-            raise ArtifactError(
-                f"key_scale: got {changed.key_scale!r}, which needs an error metric that an artifact made for "
-                f"{self.key_scale!r} does not hold: use percentile(c) or search, or calibrate a new artifact"
-            )
-        return changed
+        return dataclasses.replace(self, **overrides)
 
     def to_json(self) -> str:
         """The text of oscar_config.json."""
@@ -242,11 +275,13 @@ class OscarConfig:
         if not isinstance(data, dict):
             raise ArtifactError(f"oscar_config.json must hold a JSON object, got {type(data).__name__}")
         version = data.get("format_version")
-        if not _is_known_version(version):
+        if not is_whole_number(version, 1, FORMAT_VERSION):
             raise ArtifactError(
-                f"format_version: got {version!r}, this oscar_hf reads {FORMAT_VERSION}: "
+                f"format_version: got {version!r}, this oscar_hf reads 1 to {FORMAT_VERSION}: "
                 "update oscar_hf or the artifact"
             )
+        if version == 1:
+            data = {**version_1.today(data), "format_version": FORMAT_VERSION}
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:

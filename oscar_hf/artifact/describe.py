@@ -15,7 +15,8 @@ def describe(source: str, config: OscarConfig, layers: dict[int, LayerConstants]
     lines.append(
         f"scales      keys {config.key_scale}{' symmetric' if config.key_symmetric else ''}, "
         f"values {config.value_scale}{' symmetric' if config.value_symmetric else ''}, "
-        f"centered keys {'yes' if config.center_keys else 'no'}, per head {'yes' if config.per_head else 'no'}"
+        f"keys centered by {config.key_center}{f' of {config.center_block}' if config.center_block else ''}, "
+        f"per head {'yes' if config.per_head else 'no'}"
     )
     lines.append(
         f"windows     sink {config.sink_tokens}, recent {config.recent_tokens}, group {config.group_size or 'head dim'}"

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from ..quantization.kv_side import SideFormat
+from ..quantization.quantizer import ScaleRule, feedback_matrix
 from ..quantization.rotation import hadamard
 
 # Order of the constants in a flat buffer; matrices first, whose sizes keep what follows aligned.
@@ -18,7 +20,8 @@ class LayerConstants:
     """Constants of one layer, float32; [D, D] shared by the KV heads or [H, D, D] per head.
 
     key_transform A and key_inverse A^-1: k' = (k - key_mean) A, q' = q A^-T. value_transform R and value_inverse.
-    key_mean: [H, D] or None. key_metric: M = A^-1 C_Q A^-T, what an error of a stored key row costs, or None.
+    key_mean: [H, D] or None. key_metric: M = A^-1 C_Q A^-T, what an error of a stored key row costs, or None; in the constants
+    that a store uses it is what the scale rule takes, see `for_rule`.
     """
 
     key_transform: Tensor
@@ -30,10 +33,22 @@ class LayerConstants:
 
     @classmethod
     def data_free(cls, key_kind: str, value_kind: str, key_dim: int, value_dim: int) -> "LayerConstants":
-        """Constants that need no calibration: each kind is `hadamard` or `identity`."""
+        """Constants that need no calibration: each kind is `hadamard` or `identity`, or `whitened` for keys."""
         make = {"hadamard": hadamard, "identity": lambda dim: torch.eye(dim, dtype=torch.float64)}
+        # What a cache whitens by is not known before its first tokens.
+        make["whitened"] = hadamard
         key, value = make[key_kind](key_dim).float(), make[value_kind](value_dim).float()
         return cls(key, key.mT, value, value.mT)
+
+    def for_rule(self, rule: ScaleRule) -> "LayerConstants":
+        """These constants with the metric as a scale rule of keys takes it: for feedback its `feedback_matrix`."""
+        return self._with_feedback if rule.feedback and self.key_metric is not None else self
+
+    @functools.cached_property
+    def _with_feedback(self) -> "LayerConstants":
+        metric = feedback_matrix(self.key_metric)
+        changed = LayerConstants(**{**self.tensors(), "key_metric": metric})
+        return changed if metric.device.type == "cpu" else changed.in_one_buffer()
 
     @property
     def key_dim(self) -> int:
@@ -86,14 +101,14 @@ class LayerConstants:
         vars(constants)["flat"] = (flat, kinds)
         return constants
 
-    def of_side(self, kind: str, is_identity: bool) -> dict[str, Tensor | None]:
+    def of_side(self, kind: str, form: SideFormat) -> dict[str, Tensor | None]:
         """transform, inverse, mean and metric of keys (kind "key") or values ("value"), as `quantization.kv_side.Side` takes them;
-        a transform that is the identity is left out."""
+        a transform that is the identity, and a mean that is not asked for, are left out."""
         is_key = kind == "key"
         return {
-            "transform": None if is_identity else getattr(self, f"{kind}_transform"),
-            "inverse": None if is_identity else getattr(self, f"{kind}_inverse"),
-            "mean": self.key_mean if is_key else None,
+            "transform": None if form.is_identity else getattr(self, f"{kind}_transform"),
+            "inverse": None if form.is_identity else getattr(self, f"{kind}_inverse"),
+            "mean": self.key_mean if form.has_mean else None,
             "metric": self.key_metric if is_key else None,
         }
 

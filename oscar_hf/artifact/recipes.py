@@ -2,32 +2,38 @@
 
 from typing import Any
 
-TRANSFORMS = ("oscar", "hadamard", "identity", "balanced")
-# An orthogonal transform serves values; "balanced" weighs keys against queries.
-VALUE_TRANSFORMS = tuple(name for name in TRANSFORMS if name != "balanced")
-# Transforms that follow from the head dim alone.
-DATA_FREE_TRANSFORMS = ("hadamard", "identity")
+TRANSFORMS = ("whitened", "hadamard", "identity", "oscar", "balanced")
+# An orthogonal transform serves values; "whitened" and "balanced" weigh keys.
+VALUE_TRANSFORMS = ("hadamard", "identity", "oscar")
+# Transforms that need nothing prepared: they follow from the head dim, or are made by each cache from its own first tokens.
+DATA_FREE_TRANSFORMS = ("whitened", "hadamard", "identity")
+KEY_CENTERS = ("block", "mean", "none")
 VALUE_TARGETS = ("score", "attention")
 
+# How rows are stored, whatever they are rotated by.
+_STORAGE = dict(
+    key_center="block", key_scale="feedback", value_scale="percentile(0.92)", key_symmetric=True, value_symmetric=True,
+)  # fmt: skip
+
 RECIPES: dict[str, dict[str, Any]] = {
-    # The published method, arXiv 2605.17757.
-    "paper": dict(
-        key_transform="oscar", value_transform="oscar", center_keys=False, per_head=False,
-        key_scale="percentile(0.96)", value_scale="percentile(0.92)",
-    ),
-    # No calibration data at all: a Hadamard rotation and the paper's clipping.
-    "hadamard": dict(
-        key_transform="hadamard", value_transform="hadamard", center_keys=False, per_head=False,
-        key_scale="percentile(0.96)", value_scale="percentile(0.92)",
-    ),
-    # Beyond the paper at the same bits: the parts that lost least on the models measured.
-    "default": dict(
-        key_transform="balanced", value_transform="oscar", center_keys=True, per_head=True,
-        key_scale="weighted_search_both_ends", value_scale="percentile(0.92)",
-    ),
-}  # fmt: skip
+    # Nothing prepared: each cache whitens keys by the statistics of its own first tokens.
+    "default": dict(key_transform="whitened", value_transform="hadamard", per_head=True, **_STORAGE),
+    # A fixed rotation; only what an error costs is taken from the first tokens.
+    "hadamard": dict(key_transform="hadamard", value_transform="hadamard", per_head=False, **_STORAGE),
+    # Calibrated: weighs what sets the step against what an error costs.
+    "balanced": dict(key_transform="balanced", value_transform="oscar", per_head=True, **_STORAGE),
+    # The published rotations, arXiv 2605.17757, in this storage; PUBLISHED_STORAGE is the published one.
+    "paper": dict(key_transform="oscar", value_transform="oscar", per_head=False, **_STORAGE),
+}
+
+# The storage of the published method, for comparisons.
+PUBLISHED_STORAGE = dict(
+    key_center="none", key_scale="percentile(0.96)", value_scale="percentile(0.92)", key_symmetric=False,
+    value_symmetric=False,
+)  # fmt: skip
 
 # Fields that only change how rows are stored, so that a user may override them on a finished artifact.
 OVERRIDABLE = (
     "sink_tokens", "recent_tokens", "group_size", "key_scale", "value_scale", "key_symmetric", "value_symmetric",
+    "key_center", "key_block",
 )  # fmt: skip

@@ -33,8 +33,8 @@ def check_artifact(source: str, config: OscarConfig, layers: dict[int, LayerCons
         if config.needs_calibration:
             raise ArtifactError(
                 f"{source} has no layers, but key_transform {config.key_transform!r}, value_transform "
-                f"{config.value_transform!r}, key_scale {config.key_scale!r} and center_keys {config.center_keys} "
-                "need calibrated ones: download or calibrate it again"
+                f"{config.value_transform!r} and key_center {config.key_center!r} need calibrated ones: "
+                "download or calibrate it again"
             )
         return
     if config.num_hidden_layers is not None and max(layers) >= config.num_hidden_layers:
@@ -110,12 +110,8 @@ def _check_layer(where: str, layer: int, constants: LayerConstants, config: Osca
                 f"{where}: {kind}_transform is nearly singular (condition number {condition:.3g}, "
                 f"allowed {MAX_CONDITION:g}): calibrate it again"
             )
-    if config.center_keys and constants.key_mean is None:
-        raise ArtifactError(f"{where}: center_keys is on but there is no key_mean: calibrate it again")
-    if config.key_rule.weighted and constants.key_metric is None:
-        raise ArtifactError(
-            f"{where}: key_scale {config.key_scale!r} needs key_metric, which is missing: calibrate it again"
-        )
+    if config.key_center == "mean" and constants.key_mean is None:
+        raise ArtifactError(f"{where}: key_center is 'mean' but there is no key_mean: calibrate it again")
 
 
 def _check_agreement(where: str, constants: LayerConstants) -> None:

@@ -99,6 +99,8 @@ def _packed(
 ) -> Tensor | None:
     """Packed attention, [B, Hq, M, Dv]; None sends the call, handles and all, to the original function."""
     view, new = key.source, query.shape[2]
+    if not query.shape[1] % view.kv_heads:
+        view.see_queries(query)
     causal = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if flash:

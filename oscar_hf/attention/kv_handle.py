@@ -216,6 +216,8 @@ def _packed_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fal
         return None
     # Also when the dense path then does the attention: the mask tells where the rows of a padded batch begin.
     view.observe(mask=attn_mask)
+    if not query.shape[1] % view.kv_heads:
+        view.see_queries(query)
     if torch.is_grad_enabled() and (query.requires_grad or view.live is not None):
         return None
     if query.shape[1] % view.kv_heads or not (enable_gqa or query.shape[1] == key.shape[1]):
@@ -234,6 +236,8 @@ def _packed_matmul(left, right):
     is_sum = right.kind == "v" and right.form is Form.HEADS
     if is_sum:
         view.observe(weights=left)
+    if is_scores:
+        view.see_queries(left)
     if torch.is_grad_enabled() and (left.requires_grad or view.live is not None):
         return None
     if is_scores:

@@ -31,6 +31,9 @@ class AttentionView(Protocol):
     def observe(self, mask: Tensor | None = None, weights: Tensor | None = None) -> None:
         """See the mask of the call, or the softmax weights of eager attention."""
 
+    def see_queries(self, query: Tensor) -> None:
+        """The queries of the call, [B, Hq, M, D], pass by, however attention is computed."""
+
     def ask(self, mask: Tensor, question: Hashable, answer: Callable[[], Any]) -> Any:
         """What `answer` says of a mask, asked once for all layers, see masks.MaskMemory."""
 
@@ -104,6 +107,11 @@ class CallView(_StoreView):
                     "use the same mask from the first call on, or a new cache"
                 )
 
+    def see_queries(self, query: Tensor) -> None:
+        """The store may learn from them."""
+        if self.version == self.store.version:
+            self.store.see_queries(query, self.new_tokens)
+
     def _learn(self, mask: Tensor | None, weights: Tensor | None) -> None:
         store, held = self.store, self.store.held
         if weights is not None:
@@ -160,6 +168,9 @@ class StepView(_StoreView):
     def observe(self, mask: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Padding is known before the first step."""
 
+    def see_queries(self, query: Tensor) -> None:
+        """Constants are made before the first step."""
+
     def attend(self, query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, repeat: int) -> Tensor:
         """See AttentionView; causal among the new tokens whatever the mask."""
         store, shape, facts = self.store, query.shape, None
@@ -205,6 +216,9 @@ class DenseView:
 
     def observe(self, mask: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Masks and weights tell such a view nothing."""
+
+    def see_queries(self, query: Tensor) -> None:
+        """Nor do queries."""
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

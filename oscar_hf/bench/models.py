@@ -5,8 +5,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ..artifact.artifact import Artifact
-from ..artifact.config import OscarConfig
-from ..artifact.layer_constants import LayerConstants
 from ..errors import OscarError
 from ..transformers_compat import model_config as compat
 from .shapes import SHAPES, check_shape
@@ -28,25 +26,8 @@ def plain_generation(model) -> None:
 
 
 def synthetic_artifact(config) -> Artifact:
-    """An artifact of recipe `default` without statistics: what it costs does not depend on the matrices."""
-    config = compat.text_config(config)
-    geometry = _geometry(config)
-    heads, dim = geometry["num_key_value_heads"], geometry["head_dim"]
-    free = LayerConstants.data_free("hadamard", "hadamard", dim, dim)
-
-    def per_head(x):
-        return x.expand(heads, dim, dim).contiguous()
-
-    constants = LayerConstants(
-        key_transform=per_head(free.key_transform),
-        key_inverse=per_head(free.key_inverse),
-        value_transform=per_head(free.value_transform),
-        value_inverse=per_head(free.value_inverse),
-        key_mean=torch.zeros(heads, dim),
-        key_metric=per_head(torch.eye(dim)),
-    )
-    layers = dict.fromkeys(range(config.num_hidden_layers), constants)
-    return Artifact(OscarConfig.from_recipe("default"), layers, source="bench")
+    """What a cache takes without an artifact; what it costs does not depend on the matrices."""
+    return Artifact.data_free()
 
 
 def _geometry(config) -> dict[str, int]:

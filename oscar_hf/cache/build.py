@@ -19,16 +19,18 @@ from .static_layer import StaticOscarLayer
 
 def choose_artifact(artifact, recipe: str | None, config) -> Artifact:
     """The artifact of a cache: the one given (an Artifact, a folder or a Hub id) or that of a data-free recipe."""
-    if (artifact is None) == (recipe is None):
-        both = "both" if artifact is not None else "neither"
-        hint = "; for a folder or Hub id: OscarCache.from_pretrained(name)" if isinstance(config, str) else ""
+    if isinstance(config, str):
         raise ArtifactError(
-            "give exactly one of artifact (calibrated, a folder, Hub id or Artifact) and recipe ('hadamard', data-free): got "
-            + both
-            + hint
+            f"config is the model's config (model.config), got {config!r}: for a folder or Hub id of an artifact use "
+            "OscarCache.from_pretrained(name)"
         )
-    if recipe is not None:
-        return Artifact.data_free(recipe)
+    if artifact is not None and recipe is not None:
+        raise ArtifactError(
+            "give artifact (calibrated, a folder, Hub id or Artifact) or recipe ('default' or 'hadamard', nothing prepared), "
+            "got both"
+        )
+    if artifact is None:
+        return Artifact.data_free(recipe or "default")
     if isinstance(artifact, Artifact):
         return artifact
     if isinstance(artifact, str) and artifact in RECIPES:

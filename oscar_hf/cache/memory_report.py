@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from .layer import OscarLayer
 from .native_layers import tensors_of
 
-REGIONS = ("sink", "recent", "codes", "scale_min", "constants", "native")
+REGIONS = ("sink", "recent", "codes", "scale_min", "centers", "constants", "native")
 
 
 @dataclass
@@ -30,8 +30,8 @@ class MemoryReport:
 
     Attributes:
         layers (`list[LayerMemory]`):
-            One entry per layer. Regions are sink, recent, codes, scale_min, constants and native. `constants` are per model:
-            every cache of one artifact on one device shares them. `native` are the layers of transformers' own classes.
+            One entry per layer. Regions are sink, recent, codes, scale_min, centers, constants and native. `constants` are per
+            model: every cache of one artifact on one device shares them. `native` are the layers of transformers' own classes.
 
     Example:
 

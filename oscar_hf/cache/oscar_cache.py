@@ -37,14 +37,14 @@ class OscarCache(Cache):
         config (`PreTrainedConfig`, *optional*):
             The model's config (`model.config`). May be left out only with an artifact that records what is needed.
         artifact (`Artifact`, `str` or path, *optional*):
-            Calibrated constants: an `Artifact`, a folder, or a Hub repository id. Exactly one of `artifact` and `recipe`.
+            Calibrated constants: an `Artifact`, a folder, or a Hub repository id. Not together with `recipe`.
         recipe (`str`, *optional*):
-            `"hadamard"`, which needs no calibration.
+            What to do without an artifact: `"default"`, which learns from each sequence's own first tokens, or `"hadamard"`.
         max_cache_len (`int`, *optional*):
             Allocate room for that many tokens at once.
         offloading (`bool`, defaults to `False`):
             Keep each layer on the CPU except while it is in use. Growing caches only.
-        sink_tokens, recent_tokens, group_size, key_scale, value_scale, key_symmetric, value_symmetric:
+        sink_tokens, recent_tokens, group_size, key_scale, value_scale, key_symmetric, value_symmetric, key_center, key_block:
             How rows are stored, see `OscarConfig`; `None` takes what the artifact says.
 
     Raises:
@@ -56,7 +56,7 @@ class OscarCache(Cache):
     ```python
     from oscar_hf import OscarCache
 
-    cache = OscarCache(model.config, recipe="hadamard")
+    cache = OscarCache(model.config)
     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=20)
     ```
     """
@@ -76,6 +76,8 @@ class OscarCache(Cache):
         value_scale: str | None = None,
         key_symmetric: bool | None = None,
         value_symmetric: bool | None = None,
+        key_center: str | None = None,
+        key_block: int | None = None,
         **unknown,
     ):
         if unknown:
@@ -85,6 +87,7 @@ class OscarCache(Cache):
         storage = dict(
             sink_tokens=sink_tokens, recent_tokens=recent_tokens, group_size=group_size, key_scale=key_scale,
             value_scale=value_scale, key_symmetric=key_symmetric, value_symmetric=value_symmetric,
+            key_center=key_center, key_block=key_block,
         )  # fmt: skip
         given = {name: value for name, value in storage.items() if value is not None}
         self.oscar_config: OscarConfig = self.artifact.config.override(**given)
@@ -145,6 +148,8 @@ class OscarCache(Cache):
         value_scale: str | None = None,
         key_symmetric: bool | None = None,
         value_symmetric: bool | None = None,
+        key_center: str | None = None,
+        key_block: int | None = None,
         **unknown,
     ) -> "OscarCache":
         """A new, empty cache from an artifact on the Hub or in a folder.
@@ -172,7 +177,8 @@ class OscarCache(Cache):
         return cls(
             config, artifact=artifact, max_cache_len=max_cache_len, offloading=offloading, sink_tokens=sink_tokens,
             recent_tokens=recent_tokens, group_size=group_size, key_scale=key_scale, value_scale=value_scale,
-            key_symmetric=key_symmetric, value_symmetric=value_symmetric, **unknown,
+            key_symmetric=key_symmetric, value_symmetric=value_symmetric, key_center=key_center, key_block=key_block,
+            **unknown,
         )  # fmt: skip
 
     @classmethod

@@ -12,15 +12,21 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..artifact.config import MAX_LAYERS
 from ..artifact.recipes import OVERRIDABLE
+from ..artifact.validate import INVERSE_TOLERANCE
 from ..errors import CacheStateError, OscarError
 from ..quantization.packed_rows import packed_shapes
+from ..quantization.rotation import inverse_error
 from ..transformers_compat import model_config as compat
 from .layer import OscarLayer
 from .static_layer import StaticOscarLayer
 
 CACHE_FILE = "oscar_cache.json"
 ARTIFACT_FOLDER = "artifact"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Constants that a layer may have made from its sequence.
+LEARNED = ("key_transform", "key_inverse", "key_metric")
+# Fields of storage that version 1 did not have.
+_SINCE_2 = {"key_center", "key_block"}
 LAYER_FILE = re.compile(r"layer-[0-9]{5}[.]safetensors")
 # safetensors' name of each dtype that is stored.
 DTYPES = {
@@ -58,9 +64,9 @@ def read_json(directory: Path) -> dict:
     except (ValueError, RecursionError) as error:
         raise CacheStateError(f"{path} is not valid JSON ({error}): save the cache again") from None
     version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION or isinstance(version, bool):
+    if version not in (1, FORMAT_VERSION) or isinstance(version, bool):
         raise CacheStateError(
-            f"{path} has format_version {version!r}, this oscar_hf reads {FORMAT_VERSION}: update oscar_hf or save again"
+            f"{path} has format_version {version!r}, this oscar_hf reads 1 and {FORMAT_VERSION}: update oscar_hf or save again"
         )
     model, layers = content.get("model"), content.get("layers")
     sound = (
@@ -68,7 +74,7 @@ def read_json(directory: Path) -> dict:
         and _is_list(model.get("layer_types"), str)
         and isinstance(model.get("cache_fields"), dict)
         and isinstance(content.get("storage"), dict)
-        and set(content["storage"]) == set(OVERRIDABLE)
+        and set(content["storage"]) == set(OVERRIDABLE) - (_SINCE_2 if version == 1 else set())
         and isinstance(content.get("artifact"), dict)
         and _is_list([content["artifact"].get(name) for name in ("source", "sha256")], str)
         and _is_list(layers, dict)
@@ -162,6 +168,10 @@ def check_record(where: str, layer: OscarLayer, record: dict) -> None:
         or record.get("starts_known") not in (True, False)
     ):
         raise CacheStateError(f"{where}: starts {starts!r} are not one slot per row of the batch: save the cache again")
+    if record.get("learned", False) not in (True, False):
+        raise CacheStateError(
+            f"{where}: learned is {record['learned']!r}, allowed are true and false: save the cache again"
+        )
     if isinstance(layer, StaticOscarLayer) and tokens > layer.max_cache_len:
         raise CacheStateError(
             f"{where} holds {tokens} tokens, max_cache_len is {layer.max_cache_len}: use a larger one"
@@ -184,20 +194,39 @@ def expected_tensors(layer: OscarLayer, record: dict) -> Shapes:
     for name in ("key", "value"):
         dim = record[f"{name}_dim"]
         form = layer.config.side_format(name, dim)
-        shapes = packed_shapes(*rows, dim, form.group_size, form.symmetric, history)
+        shapes = packed_shapes(*rows, dim, form.group_size, form.symmetric, history, form.center_block)
         expected |= {f"{name}_{part}": (DTYPES[kind], shape) for part, (kind, shape) in shapes.items()}
         expected[f"sink_{name}s"] = (dtype, (*rows, sink, dim))
         expected[f"recent_{name}s"] = (dtype, (*rows, recent, dim))
+    if record.get("learned"):
+        square = ("F32", (record["kv_heads"], record["key_dim"], record["key_dim"]))
+        expected |= dict.fromkeys(LEARNED if layer.config.key_rule.needs_metric else LEARNED[:2], square)
     return expected
 
 
 def check_values(path: Path, tensors: dict[str, Tensor]) -> None:
     """Refuse scales and mins that no quantizer gives."""
     for name, tensor in tensors.items():
-        if name.endswith(("_scale", "_min")) and not torch.isfinite(tensor).all():
+        if name.endswith(("_scale", "_min", "_centers")) and not torch.isfinite(tensor).all():
             raise CacheStateError(f"{path}: {name} holds NaN or infinite values: save the cache again")
         if name.endswith("_scale") and not (tensor > 0).all():
             raise CacheStateError(f"{path}: {name} holds values that are not positive: save the cache again")
+
+
+def check_learned(path: Path, tensors: dict[str, Tensor], must_learn: bool) -> None:
+    """Refuse constants that are no transform and its inverse, that are missing, or that no cache of this artifact learns."""
+    if must_learn != ("key_transform" in tensors):
+        raise CacheStateError(
+            f"{path} {'lacks' if must_learn else 'holds'} constants that a cache learns from its sequence, which "
+            f"this artifact {'needs' if must_learn else 'does not'}: save the cache again"
+        )
+    if not must_learn:
+        return
+    for name in LEARNED:
+        if name in tensors and not torch.isfinite(tensors[name]).all():
+            raise CacheStateError(f"{path}: {name} holds NaN or infinite values: save the cache again")
+    if inverse_error(tensors["key_transform"], tensors["key_inverse"]) > INVERSE_TOLERANCE:
+        raise CacheStateError(f"{path}: key_transform and key_inverse do not give the identity: save the cache again")
 
 
 def check_same_model(directory: Path, config, index: int, record: dict) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from ..artifact import version_1
 from ..artifact.artifact import Artifact
 from ..artifact.recipes import OVERRIDABLE
 from ..errors import ArtifactError, CacheStateError, OscarError
@@ -27,15 +28,18 @@ from ..storage.layer_store import LayerStore
 from ..transformers_compat import model_config as compat
 from . import save_checks, save_load_native
 from .layer import OscarLayer
-from .save_checks import ARTIFACT_FOLDER, CACHE_FILE, FORMAT_VERSION
+from .save_checks import ARTIFACT_FOLDER, CACHE_FILE, FORMAT_VERSION, LEARNED
 
 
 # ---------------------------------------------------------------------------------------------------------- identity
-def artifact_hash(artifact: Artifact) -> str:
-    """SHA-256 of what an artifact computes with: its config without provenance, and its constants."""
+def artifact_hash(artifact: Artifact, version: int = FORMAT_VERSION) -> str:
+    """SHA-256 of what an artifact computes with: its config without provenance, and its constants. version: the format of the
+    saved cache, for version 1 knew other fields."""
     fields = dataclasses.asdict(artifact.config)
+    if version == 1:
+        fields = version_1.former_fields(artifact.config, artifact.written_fields)
     for name in ("calibration", "base_model", "base_model_revision"):
-        fields.pop(name)
+        fields.pop(name, None)
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for layer, constants in sorted(artifact.layers.items()):
         for name, tensor in sorted(constants.tensors().items()):
@@ -164,6 +168,8 @@ def _packed_layer(store: LayerStore) -> tuple[dict, dict[str, Tensor]]:
         "key_dim": key_dim,
         "value_dim": value_dim,
         "dtype": str(store.dtype).removeprefix("torch."),
+        # Constants that the store made from this sequence and has packed rows with.
+        "learned": store.statistics is not None and history > 0,
     }
     recent = store.ring_index(sink + history, tokens) if sink + history < tokens else slice(0, 0)
     tensors = {}
@@ -171,6 +177,8 @@ def _packed_layer(store: LayerStore) -> tuple[dict, dict[str, Tensor]]:
         tensors |= {f"{name}_{part}": tensor for part, tensor in side.rows.in_use(history).items()}
         tensors[f"sink_{name}s"] = _sink_in_use(store, side.sink)
         tensors[f"recent_{name}s"] = side.ring[:, :, recent]
+    if record["learned"]:
+        tensors |= {name: made for name in LEARNED if (made := getattr(store.constants, name)) is not None}
     return record, tensors
 
 
@@ -194,7 +202,10 @@ def load(cls, directory, config=None, artifact=None, device=None, max_cache_len=
     given = None if config is None else compat.text_config(config)
     if config is None:
         config = save_checks.recorded_config(directory, content["model"])
-    cache = cls(config, artifact=artifact, max_cache_len=max_cache_len, offloading=offloading, **content["storage"])
+    storage = content["storage"]
+    if content["format_version"] == 1:
+        storage = storage | {"key_center": version_1.key_center(artifact.config, artifact.written_fields)}
+    cache = cls(config, artifact=artifact, max_cache_len=max_cache_len, offloading=offloading, **storage)
     records = content["layers"]
     if len(records) != len(cache.layers):
         raise CacheStateError(
@@ -255,7 +266,7 @@ def _artifact(directory: Path, content: dict, artifact) -> Artifact:
         artifact = Artifact.load(folder).with_provenance(source=source)
     elif not isinstance(artifact, Artifact):
         artifact = Artifact.load(artifact)
-    if artifact_hash(artifact) != expected:
+    if artifact_hash(artifact, content["format_version"]) != expected:
         raise ArtifactError(
             f"{directory} was saved with another artifact ({source}) than {artifact.source}: its codes mean nothing to this one"
         )
@@ -279,4 +290,7 @@ def _restore(path: Path, index: int, layer: OscarLayer, record: dict, device: to
         exact = tensors[f"sink_{name}s"]
         side.sink[:, :, : exact.shape[2]] = exact
         side.ring[:, :, recent] = tensors[f"recent_{name}s"]
+    save_checks.check_learned(path, tensors, must_learn=store.statistics is not None and history > 0)
+    if learned := {name: tensors[name] for name in LEARNED if name in tensors}:
+        store.restore_constants(learned)
     store.restore(tokens, history, record["starts"], record["starts_known"])

@@ -33,9 +33,9 @@ def layer_constants(moments: LayerMoments, config: OscarConfig) -> LayerConstant
 
     late_queries = pool(moments.late_query_covariance)
     if config.key_transform == "balanced":
-        # An uncentered second moment is what sets the step when keys are not centered.
-        spread = moments.key_covariance
-        if not config.center_keys:
+        # The second moment of what is left of keys once their center is off is what sets the step.
+        spread = moments.key_covariance if config.center_block else moments.mean_centered_covariance
+        if config.key_center == "none":
             spread = spread + moments.key_mean[:, :, None] * moments.key_mean[:, None, :]
         key, key_inverse = balanced_transform(pool(spread), late_queries)
     else:
@@ -46,12 +46,12 @@ def layer_constants(moments: LayerMoments, config: OscarConfig) -> LayerConstant
         value_covariance = pool(moments.value_covariance(config.value_target))
     value = _orthogonal(config.value_transform, value_covariance, moments.value_dim)
     metric = None
-    if config.key_rule.weighted:
+    if config.key_rule.needs_metric and config.key_transform == "balanced":
         metric = key_inverse @ late_queries @ key_inverse.mT
         # Only ratios of errors matter: a unit mean diagonal keeps float32 far from its limits.
         metric = metric / metric.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp(min=1e-300)
         metric = (metric + metric.mT) / 2
-    mean = moments.key_mean.cpu() if config.center_keys else None
+    mean = moments.key_mean.cpu() if config.key_center == "mean" else None
     return LayerConstants(
         **{
             name: None if tensor is None else tensor.float().contiguous()
@@ -106,7 +106,7 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase,
     text: str | None = None,
     *,
-    recipe: str = "default",
+    recipe: str = "balanced",
     tokens: int = CALIBRATION_TOKENS,
     context: int | None = None,
     seed: int = 0,
@@ -116,7 +116,8 @@ def calibrate(
     value_transform: str | None = None,
     per_head: bool | None = None,
     value_target: str | None = None,
-    center_keys: bool | None = None,
+    key_center: str | None = None,
+    key_block: int | None = None,
     key_scale: str | None = None,
     value_scale: str | None = None,
     key_symmetric: bool | None = None,
@@ -136,18 +137,19 @@ def calibrate(
         model (`PreTrainedModel`): A model loaded by transformers, under sdpa or eager attention.
         tokenizer (`PreTrainedTokenizerBase`): The model's tokenizer.
         text (`str`, *optional*): Text like that of the use to come. Defaults to the text inside the package.
-        recipe (`str`, defaults to `"default"`): `"default"`, `"paper"` or `"hadamard"`.
+        recipe (`str`, defaults to `"balanced"`): `"balanced"` or `"paper"`; others need no artifact.
         tokens (`int`, defaults to 32768): How much of the text, at least 2048 tokens.
         context (`int`, *optional*): Tokens per sequence. Defaults to as many as the model, the text and the memory allow,
             at most 32768: constants hold for the positions that they were made from.
         seed (`int`, defaults to 0): Shifts the sequences within the text.
         text_source (`str`, *optional*): What the artifact says its text was.
         progress (`bool`, defaults to `True`): Show a progress bar.
-        key_transform (`str`, *optional*): `"oscar"`, `"hadamard"`, `"identity"` or `"balanced"`.
+        key_transform (`str`, *optional*): `"oscar"`, `"balanced"`, `"hadamard"` or `"identity"`.
         value_transform (`str`, *optional*): `"oscar"`, `"hadamard"` or `"identity"`.
         per_head (`bool`, *optional*): One transform per KV head in place of one per layer.
         value_target (`str`, *optional*): What values are weighted by, `"score"` or `"attention"`.
-        center_keys (`bool`, *optional*): Take the mean off keys before they are quantized.
+        key_center (`str`, *optional*): What is taken off keys, `"block"`, `"mean"` or `"none"`.
+        key_block (`int`, *optional*): Tokens of a block of `key_center="block"`.
         key_scale (`str`, *optional*): How the scales of keys are chosen, see `ScaleRule`.
         value_scale (`str`, *optional*): How those of values are chosen.
         key_symmetric (`bool`, *optional*): Store a scale of keys but no minimum.
@@ -178,7 +180,7 @@ def calibrate(
     """
     parts = dict(
         key_transform=key_transform, value_transform=value_transform, per_head=per_head, value_target=value_target,
-        center_keys=center_keys, key_scale=key_scale, value_scale=value_scale, key_symmetric=key_symmetric,
+        key_center=key_center, key_block=key_block, key_scale=key_scale, value_scale=value_scale, key_symmetric=key_symmetric,
         value_symmetric=value_symmetric, sink_tokens=sink_tokens, recent_tokens=recent_tokens, group_size=group_size,
         base_model=base_model,
     )  # fmt: skip
@@ -230,7 +232,9 @@ def _gather_what_fits(
         sequences = sequences_of(context)
         try:
             with tqdm(total=len(sequences) * (1 + scored), desc="calibrating", unit="seq", disable=not progress) as bar:
-                return gather(model, sequences, config.sink_tokens, scored, lambda: bar.update(1)), sequences
+                return gather(
+                    model, sequences, config.sink_tokens, scored, lambda: bar.update(1), config.center_block
+                ), sequences
         except (torch.OutOfMemoryError, MemoryError):
             longest = sequences[0].shape[1]
             if not may_shorten or longest < 2 * MIN_CALIBRATION_TOKENS:

@@ -20,7 +20,10 @@ from ..attention.views import DenseView
 from ..errors import ArtifactError, UnsupportedModelError
 from ..kernels.append import append_rows
 from ..kernels.dequantize import dequantize_rows
+from ..quantization.block_centers import open_blocks
 from ..quantization.kv_side import Side, SideFormat
+from ..storage import prompt_statistics
+from ..storage.prompt_statistics import PromptStatistics
 from ..transformers_compat import model_config as compat
 from ..transformers_compat.versions import CACHE_ARGUMENT, logit_scaling, without_head
 
@@ -40,6 +43,7 @@ class Quality:
         bits (`float`): Bits per packed element, scales and minima included.
         positions (`int`): Positions judged.
         kl_by_sequence (`list[float]`): The mean divergence of each sequence.
+        kl_by_position (`dict[str, float]`): The mean divergence at positions "first-last", in steps of half octaves.
 
     Example:
 
@@ -58,6 +62,7 @@ class Quality:
     bits: float
     positions: int
     kl_by_sequence: list[float]
+    kl_by_position: dict[str, float]
 
     def as_dict(self) -> dict:
         """Plain dict for JSON."""
@@ -66,6 +71,9 @@ class Quality:
 
 class _StreamingView(DenseView):
     """What the handles of a StreamingLayer refer to; see kv_handle.OscarKV. Unpadded prompts of one call only."""
+
+    def see_queries(self, query):
+        self.layer.see_queries(query)
 
     def attend(self, query, mask, is_causal, scale, repeat):
         self.layer.used = True
@@ -78,15 +86,21 @@ class _StreamingView(DenseView):
 
 
 class StreamingLayer(DynamicLayer):
-    """One layer of the evaluation: its artifact's quantizer between update and attention. side: "kv", "k" or "v"."""
+    """One layer of the evaluation: its artifact's quantizer between update and attention. side: "kv", "k" or "v".
 
-    def __init__(self, artifact: Artifact, config, layer_idx: int, side: str):
+    prompt: the first tokens, from which constants are made that the artifact leaves to the cache.
+    """
+
+    def __init__(self, artifact: Artifact, config, layer_idx: int, side: str, prompt: int):
         super().__init__()
         self.artifact, self.config, self.layer_idx, self.side = artifact, config, layer_idx, side
-        self.used = False
+        self.prompt, self.used, self.statistics = prompt, False, None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        self.constants = self.artifact.constants_for(self.layer_idx, key_states, value_states)
+        constants = self.artifact.constants_for(self.layer_idx, key_states, value_states)
+        self.constants = constants.for_rule(self.config.key_rule)
+        if prompt_statistics.is_needed(self.config, constants):
+            self.statistics = PromptStatistics(self.config, constants, key_states.shape[1])
         view = _StreamingView(self, key_states, value_states)
         return OscarKV(view, "k", key_states.shape), OscarKV(view, "v", value_states.shape)
 
@@ -100,15 +114,25 @@ class StreamingLayer(DynamicLayer):
         forms = [self._format(kind) for kind in "kv"]
         return sum(form.bits * form.dim for form in forms) / sum(form.dim for form in forms)
 
+    def see_queries(self, query: Tensor) -> None:
+        """Learn from the queries of the prompt."""
+        if self.statistics is not None:
+            self.statistics.see(query[:, :, : self.prompt], 0, [])
+
     def round_trip(self, x: Tensor, kind: str) -> Tensor:
-        """Keys ("k") or values ("v") [B, H, T, D] after packing and unpacking."""
-        if kind not in self.side:
+        """Keys ("k") or values ("v") [B, H, T, D] after packing and unpacking; those of the sink stay as they are."""
+        sink, form = self.config.sink_tokens, self._format(kind)
+        packed = x[:, :, sink:]
+        tokens = packed.shape[2]
+        if kind not in self.side or not tokens:
             return x
-        form, tokens = self._format(kind), x.shape[2]
+        if kind == "k" and self.statistics is not None:
+            self.constants = self.statistics.constants(x[:, :, sink : max(self.prompt, sink + 1)], [])
         rows = form.new_rows(*x.shape[:2], x.device, tokens)
-        side = Side(form, rows, **self.constants.of_side("key" if kind == "k" else "value", form.is_identity))
-        append_rows(side, 0, x)
-        return dequantize_rows(side, 0, tokens, x.dtype)
+        side = Side(form, rows, **self.constants.of_side("key" if kind == "k" else "value", form))
+        open_blocks(rows, 0, tokens, packed)
+        append_rows(side, 0, packed)
+        return torch.cat([x[:, :, :sink], dequantize_rows(side, 0, tokens, x.dtype)], 2)
 
 
 def streaming_attention(layer: StreamingLayer, query: Tensor, keys: Tensor, values: Tensor, scale) -> Tensor:
@@ -157,7 +181,6 @@ def _log_probabilities(model, hidden: Tensor) -> Tensor:
     return logits.log_softmax(-1)
 
 
-@torch.no_grad()
 def evaluate(
     model: PreTrainedModel,
     artifact: Artifact,
@@ -173,6 +196,8 @@ def evaluate(
     value_scale: str | None = None,
     key_symmetric: bool | None = None,
     value_symmetric: bool | None = None,
+    key_center: str | None = None,
+    key_block: int | None = None,
 ) -> Quality:
     """Measure what packing with an artifact costs a model on a text, as decoding token by token would.
 
@@ -193,6 +218,8 @@ def evaluate(
         value_scale (`str`, *optional*): How those of values are chosen.
         key_symmetric (`bool`, *optional*): Store a scale of keys but no minimum.
         value_symmetric (`bool`, *optional*): The same of values.
+        key_center (`str`, *optional*): What is taken off keys, `"block"`, `"mean"` or `"none"`.
+        key_block (`int`, *optional*): Tokens of a block of `key_center="block"`.
 
     Returns:
         `Quality`: Divergence, agreement, perplexities and bits.
@@ -214,55 +241,101 @@ def evaluate(
     storage = dict(
         sink_tokens=sink_tokens, recent_tokens=recent_tokens, group_size=group_size, key_scale=key_scale,
         value_scale=value_scale, key_symmetric=key_symmetric, value_symmetric=value_symmetric,
+        key_center=key_center, key_block=key_block,
     )  # fmt: skip
-    config = artifact.config.override(**{name: value for name, value in storage.items() if value is not None})
-    if side not in ("kv", "k", "v"):
-        raise ArtifactError(f"side: got {side!r}, allowed are kv, k, v")
-    decoder = compat.text_config(model.config)
-    sums, by_sequence = torch.zeros(5, dtype=torch.float64), []
-    for ids in sequences:
-        ids = ids.to(model.device)
-        total = ids.shape[1]
-        begin = total // 2 if first_position is None else first_position
+    given = {name: value for name, value in storage.items() if value is not None}
+    return Evaluation(model, sequences, first_position).judge(artifact, side, progress, **given)
+
+
+class Evaluation:
+    """A model and a text by which artifacts are judged, see `evaluate`: what the exact cache gives is computed once for all."""
+
+    def __init__(self, model: PreTrainedModel, sequences: list[Tensor], first_position: int | None = None):
+        self.model, self.sequences, self.first_position = model, sequences, first_position
+        self.decoder = compat.text_config(model.config)
+        self._exact: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def judge(
+        self, artifact: Artifact, side: str = "kv", progress: Callable[[], object] = lambda: None, **storage
+    ) -> Quality:
+        """Quality of an artifact, its storage fields replaced by `storage`."""
+        config = artifact.config.override(**storage)
+        if side not in ("kv", "k", "v"):
+            raise ArtifactError(f"side: got {side!r}, allowed are kv, k, v")
+        found, by_sequence, bits = [], [], []
+        for index, ids in enumerate(self.sequences):
+            ids = ids.to(self.model.device)
+            begin = self._begin(ids.shape[1])
+            exact = self._exact_states(index, ids)[begin:-1]
+            # What is judged comes after the prompt; nothing is packed before the windows are full.
+            prompt = max(begin, config.sink_tokens + config.recent_tokens)
+            packed, bits = self._packed_states(ids, artifact, config, side, prompt)
+            own = self._compare(exact, packed[begin:-1], ids[0, begin + 1 :])
+            by_sequence.append(float(own[0].mean()))
+            found.append(torch.cat([own, torch.arange(begin, ids.shape[1] - 1, dtype=torch.float64)[None]]))
+            progress()
+        divergence, agreement, loss, exact_loss, position = torch.cat(found, 1)
+        return Quality(
+            kl=float(divergence.mean()),
+            agreement=float(agreement.mean()),
+            perplexity=float(loss.mean().exp()),
+            reference_perplexity=float(exact_loss.mean().exp()),
+            bits=sum(bits) / len(bits),
+            positions=len(position),
+            kl_by_sequence=by_sequence,
+            kl_by_position=_by_position(divergence, position.long()),
+        )
+
+    def _begin(self, total: int) -> int:
+        begin = total // 2 if self.first_position is None else self.first_position
         if not 0 <= begin < total - 1:
             raise ArtifactError(
                 f"first_position: got {begin}, allowed are 0 .. {total - 2} for sequences of {total} tokens"
             )
-        reference = _hidden_states(model, ids, Cache(layers=compat.native_layers(decoder)))[begin:-1]
-        layers = compat.native_layers(decoder)
+        return begin
+
+    def _exact_states(self, index: int, ids: Tensor) -> Tensor:
+        if index not in self._exact:
+            self._exact[index] = _hidden_states(self.model, ids, Cache(layers=compat.native_layers(self.decoder)))
+        return self._exact[index]
+
+    def _packed_states(self, ids, artifact, config, side, prompt) -> tuple[Tensor, list[float]]:
+        """Last hidden states with what is packed, and the bits of each layer."""
+        layers = compat.native_layers(self.decoder)
         ours = [i for i, layer in enumerate(layers) if compat.is_plain_attention(layer)]
         for index in ours:
-            layers[index] = StreamingLayer(artifact, config, index, side)
-        quantized = _hidden_states(model, ids, Cache(layers=layers))[begin:-1]
+            layers[index] = StreamingLayer(artifact, config, index, side, prompt)
+        states = _hidden_states(self.model, ids, Cache(layers=layers))
         unseen = [index for index in ours if not layers[index].used]
         if unseen:
             raise UnsupportedModelError(
                 f"layers {unseen} did not attend through the cache: load the model with sdpa attention"
             )
-        bits = [layers[index].bits for index in ours]
-        target, own = ids[0, begin + 1 :], torch.zeros(5, dtype=torch.float64)
-        chunk = max(16, _LOGIT_ELEMENTS // decoder.vocab_size)
+        return states, [layers[index].bits for index in ours]
+
+    def _compare(self, exact: Tensor, packed: Tensor, target: Tensor) -> Tensor:
+        """Divergence, agreement and the two losses at each position, float64 [4, positions] on the CPU."""
+        parts, chunk = [], max(16, _LOGIT_ELEMENTS // self.decoder.vocab_size)
         for a in range(0, len(target), chunk):
-            expected = _log_probabilities(model, reference[a : a + chunk])
-            got = _log_probabilities(model, quantized[a : a + chunk])
+            expected = _log_probabilities(self.model, exact[a : a + chunk])
+            got = _log_probabilities(self.model, packed[a : a + chunk])
             token = target[a : a + chunk, None]
-            own += torch.stack([
-                (expected.exp() * (expected - got)).sum(-1).double().sum(),
-                (expected.argmax(-1) == got.argmax(-1)).double().sum(),
-                -got.gather(1, token).double().sum(),
-                -expected.gather(1, token).double().sum(),
-                torch.tensor(float(len(token)), dtype=torch.float64, device=token.device),
-            ]).cpu()  # fmt: skip
-        sums += own
-        by_sequence.append(float(own[0] / own[4]))
-        progress()
-    kl, agreement, loss, reference_loss = (sums[:4] / sums[4]).tolist()
-    return Quality(
-        kl=kl,
-        agreement=agreement,
-        perplexity=float(torch.tensor(loss).exp()),
-        reference_perplexity=float(torch.tensor(reference_loss).exp()),
-        bits=sum(bits) / len(bits),
-        positions=int(sums[4]),
-        kl_by_sequence=by_sequence,
-    )
+            parts.append(torch.stack([
+                (expected.exp() * (expected - got)).sum(-1).double(),
+                (expected.argmax(-1) == got.argmax(-1)).double(),
+                -got.gather(1, token)[:, 0].double(),
+                -expected.gather(1, token)[:, 0].double(),
+            ]).cpu())  # fmt: skip
+        return torch.cat(parts, 1)
+
+
+def _by_position(divergence: Tensor, position: Tensor) -> dict[str, float]:
+    """Mean divergence between edges at 2^n and 1.5 * 2^n."""
+    edges = sorted({0, *(1 << n for n in range(8, 32)), *(3 << n for n in range(8, 30))})
+    found = {}
+    for first, end in zip(edges, edges[1:]):
+        within = (position >= first) & (position < end)
+        if within.any():
+            found[f"{first}-{end - 1}"] = float(divergence[within].mean())
+    return found

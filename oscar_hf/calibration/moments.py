@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from ..artifact.config import KEY_BLOCK
 from ..attention.kv_handle import OscarKV
 from ..attention.packed import exact_attention
 from ..attention.views import DenseView
@@ -21,14 +22,16 @@ class LayerMoments:
     """Float64 sums over tokens of one layer, per KV head; post-RoPE queries and keys, raw values.
 
     The g query heads that read a KV head count as one stack of T g rows. `sink_tokens` first tokens of each sequence are
-    left out of the statistics of what gets packed (keys and their queries), not out of the paper's moments.
+    left out of the statistics of what gets packed (keys and their queries), not out of the paper's moments. center_block: tokens
+    of a block of keys whose mean is taken off.
     """
 
-    def __init__(self, sink_tokens: int):
-        self.sink_tokens = sink_tokens
+    def __init__(self, sink_tokens: int, center_block: int = KEY_BLOCK):
+        self.sink_tokens, self.center_block = sink_tokens, center_block or KEY_BLOCK
         self.key_dim = self.value_dim = self.kv_heads = None
         self.queries = self.tokens = self.late_queries = self.late_tokens = 0
         self.query_moment = self.late_query_moment = self.late_key_sum = self.late_key_moment = None
+        self.block_key_moment = None
         self.output_moment = self.score_value_moment = self.score_sum = None
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
@@ -39,6 +42,7 @@ class LayerMoments:
 
         key, value = (self.key_dim, self.key_dim), (self.value_dim, self.value_dim)
         self.query_moment, self.late_query_moment, self.late_key_moment = zeros(*key), zeros(*key), zeros(*key)
+        self.block_key_moment = zeros(*key)
         self.late_key_sum, self.output_moment = zeros(self.key_dim), zeros(*value)
         self.score_value_moment, self.score_sum = zeros(*value), zeros()
 
@@ -52,6 +56,8 @@ class LayerMoments:
         self.late_query_moment += late
         self.late_key_moment += _moment(keys[:, sink:])
         self.late_key_sum += keys[:, sink:].double().sum(1)
+        for block in keys[:, sink:].split(64 * self.center_block, dim=1):
+            self.block_key_moment += _moment(_block_centered(block, self.center_block))
         self.output_moment += _moment(outputs.flatten(1, 2))
         self.tokens += tokens
         self.queries += tokens * group
@@ -83,7 +89,12 @@ class LayerMoments:
 
     @property
     def key_covariance(self) -> Tensor:
-        """Covariance of the centered keys after the sink, [H, D, D]."""
+        """Mean outer product of keys less the mean of their block, after the sink, [H, D, D]."""
+        return self.block_key_moment / max(1, self.late_tokens)
+
+    @property
+    def mean_centered_covariance(self) -> Tensor:
+        """Covariance of the keys after the sink, [H, D, D]."""
         mean = self.key_mean
         return self.late_key_moment / max(1, self.late_tokens) - mean[:, :, None] * mean[:, None, :]
 
@@ -92,6 +103,12 @@ class LayerMoments:
         if target == "attention":
             return self.output_moment / self.queries
         return self.score_value_moment / self.score_sum.clamp(min=1e-300)[:, None, None]
+
+
+def _block_centered(keys: Tensor, block: int) -> Tensor:
+    """Keys [H, T, D] less the mean of their block of neighbors, float64."""
+    keys = keys.double()
+    return torch.cat([part - part.mean(1, keepdim=True) for part in keys.split(block, dim=1)], 1)
 
 
 def _moment(x: Tensor) -> Tensor:
@@ -157,7 +174,9 @@ class RecordingLayer(DynamicLayer):
 
 
 @torch.no_grad()
-def gather(model, sequences: list[Tensor], sink_tokens: int, scored_values: bool, progress) -> dict[int, LayerMoments]:
+def gather(
+    model, sequences: list[Tensor], sink_tokens: int, scored_values: bool, progress, center_block: int = KEY_BLOCK
+) -> dict[int, LayerMoments]:
     """Run the model over token sequences [1, T] and return the moments of every full-attention layer.
 
     scored_values: make the second pass that `value_target="score"` needs. progress: called once per sequence and pass.
@@ -165,7 +184,9 @@ def gather(model, sequences: list[Tensor], sink_tokens: int, scored_values: bool
     config = compat.text_config(model.config)
     compat.refuse_latent_attention(config)
     moments = {
-        i: LayerMoments(sink_tokens) for i, kind in enumerate(compat.layer_types(config)) if kind == "full_attention"
+        i: LayerMoments(sink_tokens, center_block)
+        for i, kind in enumerate(compat.layer_types(config))
+        if kind == "full_attention"
     }
     if not moments:
         raise UnsupportedModelError(f"{config.model_type} has no full-attention layer: there is nothing to calibrate")

@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     _model_arguments(calibrate)
     calibrate.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write the artifact to")
     calibrate.add_argument(
-        "--recipe", default="default", choices=RECIPES, help="parts of the method (default: default)"
+        "--recipe", default="balanced", choices=RECIPES, help="parts of the method (default: balanced)"
     )
     calibrate.add_argument(
         "--base-model", metavar="NAME", help="name to record (default: the model's Hub id or folder name)"

@@ -120,7 +120,7 @@ def plan(
 
     Args:
         name (`str`): Folder or Hub repository id of a model; only its config is read.
-        artifact (`str`, *optional*): Folder or Hub repository id. Defaults to the recipe `hadamard`.
+        artifact (`str`, *optional*): Folder or Hub repository id. Defaults to the recipe `default`.
         context (`int`, *optional*): Tokens to count for. Defaults to what the model takes, at most 32768.
         max_cache_len (`int`, *optional*): Plan a static cache of that many tokens instead.
         revision (`str`, *optional*): Branch, tag or commit of the model on the Hub.
@@ -150,7 +150,7 @@ def plan(
         # Configs come from strangers, and transformers checks them with exceptions of many kinds.
         reason = first_line(error) + gguf_hint(name, gguf_file)
         raise OscarError(f"cannot read the config of {name!r}: {reason}") from error
-    loaded = Artifact.load(artifact, subfolder=subfolder) if artifact else Artifact.data_free("hadamard")
+    loaded = Artifact.load(artifact, subfolder=subfolder) if artifact else Artifact.data_free()
     return plan_config(config, loaded, name, context=context, max_cache_len=max_cache_len)
 
 
@@ -224,7 +224,7 @@ def _packed(
         **_sizes(geometry),
         group_size=store.keys.format.group_size,
         bits_per_element=8 * stored / elements,
-        token_bytes=stored,
+        token_bytes=round(stored),
         token_bytes_bf16=2 * elements,
         bytes=sum(size for region, size in store.region_bytes().items() if region != "constants"),
         bytes_bf16=2 * elements * context,
@@ -241,12 +241,14 @@ def _sizes(geometry: compat.Geometry) -> dict[str, int]:
     }
 
 
-def _bytes_per_token(store: LayerStore) -> int:
+def _bytes_per_token(store: LayerStore) -> float:
     """Bytes that one packed token takes in an empty growing store."""
     total = 0
     for side in store.sides:
         side.rows.reserve(1)
         total += (side.rows.code_bytes + side.rows.qparam_bytes) // side.rows.capacity
+        if side.center_block:
+            total += 2 * side.dim * store.kv_heads / side.center_block
     return total
 
 

@@ -13,7 +13,8 @@ from .quantizer import ScaleRule
 @dataclass(frozen=True)
 class SideFormat:
     """How the rows of a side are stored: head dim, channels per scale, whether there is no min, the rule that chooses scales,
-    whether rows are stored as they are (no transform), and tokens per block that has a center of its own (0: none)."""
+    whether rows are stored as they are (no transform), tokens per block that has a center of its own (0: none), and whether
+    one mean is the center of all rows."""
 
     dim: int
     group_size: int
@@ -21,12 +22,11 @@ class SideFormat:
     rule: ScaleRule
     is_identity: bool = False
     center_block: int = 0
+    has_mean: bool = False
 
     def new_rows(self, batch: int, heads: int, device, capacity: int = 0) -> PackedRows:
         """An empty store of such rows."""
-        return PackedRows(
-            batch, heads, self.dim, self.group_size, self.symmetric, device, capacity, self.center_block
-        )
+        return PackedRows(batch, heads, self.dim, self.group_size, self.symmetric, device, capacity, self.center_block)
 
     @property
     def bits(self) -> float:
@@ -67,7 +67,7 @@ class Side:
     @property
     def center_block(self) -> int:
         """Tokens of history that share a center of their own, 0 where none do."""
-        return self.format.center_block
+        return self.rows.center_block
 
     @property
     def query_transform(self) -> Tensor | None:

@@ -69,7 +69,12 @@ class PackedRows:
     """
 
     def __init__(self, batch, heads, head_dim, group_size, symmetric, device, capacity=0, center_block=0):
-        self.head_dim, self.group_size, self.symmetric, self.center_block = head_dim, group_size, symmetric, center_block
+        self.head_dim, self.group_size, self.symmetric, self.center_block = (
+            head_dim,
+            group_size,
+            symmetric,
+            center_block,
+        )
         self._set(self._allocate(batch, heads, capacity, device))
 
     @classmethod
@@ -88,9 +93,7 @@ class PackedRows:
     def shapes(self, tokens: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """`packed_shapes` of this store for a number of tokens."""
         batch, heads = self.codes.shape[:2]
-        return packed_shapes(
-            batch, heads, self.head_dim, self.group_size, self.symmetric, tokens, self.center_block
-        )
+        return packed_shapes(batch, heads, self.head_dim, self.group_size, self.symmetric, tokens, self.center_block)
 
     def _allocate(self, batch, heads, capacity, device) -> dict[str, Tensor]:
         capacity = -(-capacity // tokens_per_row(self.head_dim)) * tokens_per_row(self.head_dim)

@@ -196,7 +196,8 @@ def feedback_matrix(metric: Tensor) -> Tensor:
     metric = (metric + metric.mT).double() / 2
     mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))
-    factor = torch.linalg.cholesky(metric + 1e-6 * mean * torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device))
+    eye = torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
+    factor = torch.linalg.cholesky_ex(metric + 1e-6 * mean * eye)[0]
     return (factor / factor.diagonal(dim1=-2, dim2=-1)[..., None, :]).tril(-1).float()
 
 

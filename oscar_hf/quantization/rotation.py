@@ -110,6 +110,23 @@ def balanced_transform(covariance: Tensor, query_covariance: Tensor, ridge: floa
     return half @ rotation, rotation.mT @ inverse_half
 
 
+def whitening_transform(covariance: Tensor, ridge: float, mix: Tensor) -> tuple[Tensor, Tensor]:
+    """A = G^-T H and A^-1 = H^T G^T for the Cholesky factor G of C + ridge * mean(diag C) * I, [..., D, D], on C's device.
+
+    Rows k' = k A of covariance C then have about the identity's: all channels are alike, so that one scale serves them, and
+    `mix`, an orthogonal H [D, D], spreads what is not Gaussian over the channels. ridge bounds how much a direction that C hardly
+    knows is lengthened.
+    """
+    covariance = (covariance + covariance.mT).double() / 2
+    mean = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
+    eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    # Without a look at whether it succeeded, which would wait for the device: the ridge sees to that.
+    factor = torch.linalg.cholesky_ex(covariance + ridge * mean * eye)[0].mT
+    mix = mix.to(factor).expand_as(factor)
+    return torch.linalg.solve_triangular(factor, mix, upper=True), mix.mT @ factor
+
+
 def inverse_error(transform: Tensor, inverse: Tensor) -> float:
     """max |A A^-1 - I|, the soundness measure of a transform and its stored inverse."""
     identity = torch.eye(transform.shape[-1], dtype=torch.float64, device=transform.device)

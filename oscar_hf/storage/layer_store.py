@@ -24,14 +24,17 @@ from torch import Tensor
 
 from ..artifact.config import OscarConfig
 from ..artifact.layer_constants import LayerConstants
-from ..dtypes import keeps_dtypes
+from ..dtypes import keeps_dtypes, without_autocast
 from ..kernels.append import append_rows
 from ..kernels.decode import MAX_NEW_TOKENS, DecodeStore
 from ..kernels.decode_step import packed_after, place_problem, place_tokens_triton
 from ..kernels.dequantize import dequantize_rows
+from ..quantization.block_centers import open_blocks
 from ..quantization.kv_side import Side
 from ..quantization.packed_rows import PackedRows
+from . import prompt_statistics
 from .padding import Padding
+from .prompt_statistics import PromptStatistics
 from .waiting_prompt import DRAFT_MARGIN, WaitingPrompt
 
 # More tokens than this leave the window faster through the append kernel, which takes them side by side.
@@ -49,6 +52,7 @@ class LayerStore:
         self.config, self.version = config, 0
         self.keys: Side | None = None
         self.values: Side | None = None
+        self.statistics: PromptStatistics | None = None
         self.padding = Padding()
         self.forget()
 
@@ -58,6 +62,8 @@ class LayerStore:
         self.waiting: WaitingPrompt | None = None
         self.set_lengths(0, 0)
         self.padding.clear()
+        if self.statistics is not None:
+            self.statistics.forget()
 
     # -------------------------------------------------------------------------------------------------- lengths
     def lengths(self) -> tuple[int, int]:
@@ -115,10 +121,13 @@ class LayerStore:
 
     def allocate(self, keys: Tensor, values: Tensor, constants: LayerConstants) -> None:
         """Make windows and empty packed rows for [B, H, *, D] keys and values."""
-        self.dtype, self.device, self.constants = keys.dtype, keys.device, constants
+        self.dtype, self.device = keys.dtype, keys.device
         self.batch_size, self.kv_heads = keys.shape[:2]
         # Buffers that are updated in place for a long time must not be inference tensors, whatever mode the first call is in.
         with torch.inference_mode(False):
+            learns = prompt_statistics.is_needed(self.config, constants)
+            self.statistics = PromptStatistics(self.config, constants, self.kv_heads) if learns else None
+            self.constants = self.statistics.placeholder() if learns else constants.for_rule(self.config.key_rule)
             self._allocate(keys.shape[3], values.shape[3])
 
     def _allocate(self, key_dim: int, value_dim: int) -> None:
@@ -135,7 +144,7 @@ class LayerStore:
 
     def _new_side(self, kind: str, rows: PackedRows, sink: Tensor, ring: Tensor) -> Side:
         form = self.config.side_format(kind, sink.shape[3])
-        return Side(form, rows, **self.constants.of_side(kind, form.is_identity), sink=sink, ring=ring)
+        return Side(form, rows, **self.constants.of_side(kind, form), sink=sink, ring=ring)
 
     def suits(self, keys: Tensor, values: Tensor) -> bool:
         """Whether the buffers are for such states; an empty store may be used again for others."""
@@ -169,6 +178,38 @@ class LayerStore:
         with torch.inference_mode(False):
             copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
+
+    # -------------------------------------------------------------------------------------------------- learning
+    def see_queries(self, query: Tensor, new_tokens: int) -> None:
+        """The queries of a call's tokens, [B, Hq, M, D], pass by: learn from them while nothing is packed yet."""
+        if self.statistics is not None and not self._lengths[1] and not torch.compiler.is_compiling():
+            with torch.inference_mode(False), without_autocast(self.device):
+                self.statistics.see(query.detach(), self.held - new_tokens, self.padding.rows)
+
+    def _learn(self, new: Tensor, first: int) -> None:
+        """Make the constants that depend on the sequence, now that its first tokens are to be packed. new: keys of slots
+        `first`.."""
+        if self.statistics is None or self._lengths[1]:
+            return
+        total = first + new.shape[2]
+        # Of a short prompt the sink's tokens are most; the very first ones are like no others.
+        begin = self.sink if first or total > 2 * self.sink else min(4, total - 1)
+        if begin >= total:
+            return
+        keys = self._slots(self.keys, new, first, begin, total)
+        hidden = [max(0, row - begin) for row in self.padding.rows]
+        with torch.inference_mode(False):
+            self._take_constants(self.statistics.constants(keys, hidden))
+
+    def restore_constants(self, learned: dict[str, Tensor]) -> None:
+        """Take constants that were made from the sequence of a saved cache, by name."""
+        self._take_constants(LayerConstants(**{**self.constants.tensors(), **learned}))
+
+    def _take_constants(self, constants: LayerConstants) -> None:
+        self.constants = constants
+        for kind, side in zip(("key", "value"), self.sides):
+            for name, tensor in constants.of_side(kind, side.format).items():
+                setattr(side, name, tensor)
 
     # -------------------------------------------------------------------------------------------------- writing
     def begin(self, new_tokens: int) -> None:
@@ -212,6 +253,8 @@ class LayerStore:
         exact = self.config.recent_tokens - 1 + min(count, DRAFT_MARGIN)
         history = max(old, total - self.sink - exact)
         if history > old:
+            self._learn(new[0], first)
+            self._open_blocks(new, first, old, history)
             slots = (self.sink + old, self.sink + history)
             self._pack(old, [self._slots(side, rows, first, *slots) for side, rows in zip(self.sides, new)])
         # Slots of the sink region go to the sink buffer alone.
@@ -231,6 +274,8 @@ class LayerStore:
         packed = packed_after(tokens, history, self.sink, self.config.recent_tokens)
         if packed - history > _MAX_STEP_LEAVING or place_problem(*self.sides):
             return False
+        if packed > history:
+            self._learn(keys[:, :, :0], tokens)
         for side in self.sides:
             side.rows.reserve(packed)
         start = self.padding.on(self.device) if self.padding.is_padded else None
@@ -262,6 +307,19 @@ class LayerStore:
             append_rows(side, history, rows)
         if self.padding.is_padded and history < max(self.padding.rows):
             self._write_sink(self.sink + history, leaving)
+
+    def _open_blocks(self, new: tuple[Tensor, Tensor], first: int, old: int, history: int) -> None:
+        """Set the centers of the blocks that packing tokens old..history-1 opens, from all of their tokens that are exact."""
+        hidden = [max(0, row - self.sink) for row in self.padding.rows]
+        for side, rows in zip(self.sides, new):
+            if not (block := side.center_block):
+                continue
+            side.rows.reserve(history)
+            opened = -(-old // block) * block
+            if opened < history:
+                end = min(first + rows.shape[2], self.sink + -(-history // block) * block)
+                exact = self._slots(side, rows, first, self.sink + opened, end)
+                open_blocks(side.rows, opened, history, exact, hidden)
 
     def _write_sink(self, first: int, new: list[Tensor]) -> None:
         """Copy those of slots first.. that belong to a row's sink into its sink buffer."""
@@ -352,11 +410,12 @@ class LayerStore:
             self._map(lambda t: t.to(self.device, non_blocking=True))
 
     def region_bytes(self) -> dict[str, int]:
-        """Bytes allocated by region: sink, recent, codes, scale_min, constants."""
-        regions = {"sink": 0, "recent": 0, "codes": 0, "scale_min": 0, "constants": self.constants.nbytes}
+        """Bytes allocated by region: sink, recent, codes, scale_min, centers, constants."""
+        regions = {"sink": 0, "recent": 0, "codes": 0, "scale_min": 0, "centers": 0, "constants": self.constants.nbytes}
         for side in self.sides:
             regions["sink"] += side.sink.nbytes
             regions["recent"] += side.ring.nbytes
             regions["codes"] += side.rows.code_bytes
             regions["scale_min"] += side.rows.qparam_bytes
+            regions["centers"] += side.rows.center_bytes
         return regions

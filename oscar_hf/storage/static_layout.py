@@ -143,7 +143,9 @@ class Layout:
         def side(kind: str, name: str, form: SideFormat) -> Side:
             own = {full.partition(".")[2]: view for full, view in views.items() if full.startswith(f"{name}.")}
             windows = {window: own.pop(window) for window in ("sink", "ring")}
-            return Side(form, PackedRows.of(own, form.dim, form.center_block), **constants.of_side(kind, form.is_identity), **windows)
+            return Side(
+                form, PackedRows.of(own, form.dim, form.center_block), **constants.of_side(kind, form), **windows
+            )
 
         sides = side("key", "keys", self.keys), side("value", "values", self.values)
         return StaticRegions(*sides, views["counters"], views["start"])

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ..artifact.config import OscarConfig
+from ..artifact.layer_constants import LayerConstants
+from ..dtypes import without_autocast
 from ..errors import CacheStateError
 from ..kernels.decode_step import AHEAD, COUNTERS, HISTORY, LENGTH, OVERFLOW
 from .layer_store import LayerStore
@@ -73,6 +75,8 @@ class StaticStore(LayerStore):
     # -------------------------------------------------------------------------------------------------- buffers
     def _allocate(self, key_dim: int, value_dim: int) -> None:
         config, capacity = self.config, max(self.max_cache_len - self.sink, 1)
+        if self.statistics is not None:
+            self.constants = self._own(self.constants)
         self.flat_constants, kinds = self.constants.flat
         self.layout = Layout(
             batch=self.batch_size, heads=self.kv_heads, keys=config.side_format("key", key_dim),
@@ -81,6 +85,26 @@ class StaticStore(LayerStore):
             dtype_name=str(self.dtype).removeprefix("torch."), constants=kinds,
         )  # fmt: skip
         self._bind(self.layout.new_storage(self.device))
+
+    def _own(self, constants: LayerConstants) -> LayerConstants:
+        """Constants in a buffer that no other store has, to be written to."""
+        flat, kinds = constants.flat
+        own = flat.clone()
+        made = LayerConstants.from_flat(own, kinds, self.kv_heads, constants.key_dim, constants.value_dim)
+        vars(made)["flat"] = (own, kinds)
+        return made
+
+    def _take_constants(self, constants: LayerConstants) -> None:
+        # In place: a captured graph knows the address, and the sides are views of the buffer.
+        self.flat_constants.copy_(constants.flat[0])
+
+    def place(self, keys: Tensor, values: Tensor) -> None:
+        """As LayerStore does; and what is to be learned of the sequence is learned now, for steps cannot."""
+        first = self._lengths[0]
+        super().place(keys, values)
+        if self.statistics is not None and not self._lengths[1]:
+            with torch.no_grad(), without_autocast(self.device):
+                self._learn(keys, first)
 
     def _bind(self, storage: Tensor) -> None:
         """Make a flat buffer the store's own: every stored tensor is a view of it."""
@@ -103,6 +127,8 @@ class StaticStore(LayerStore):
     def __setstate__(self, state):
         super().__setstate__(state)
         if self.storage is not None:
+            if self.statistics is not None:
+                self.constants = self._own(self.constants)
             self.flat_constants = self.constants.flat[0]
             self._bind(self.storage)
 
