@@ -5,6 +5,8 @@ Queries are seen while nothing is packed yet; keys are those that are exact when
 over the whole prompt, so that a long one costs no more than a few thousand tokens.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -87,7 +89,7 @@ class PromptStatistics:
             covariance, tokens = self._spread_of(keys, hidden)
             # Fewer tokens than a few times the dimensions know too little of most of them.
             ridge = KEY_RIDGE + keys.shape[3] / (4 * max(tokens, 1))
-            transform, inverse = whitening_transform(covariance, ridge, hadamard(keys.shape[3]))
+            transform, inverse = whitening_transform(covariance, ridge, _mix(keys.shape[3], keys.device))
         transform, inverse = (x.double().expand(self.heads, -1, -1) for x in (transform, inverse))
         metric = base.key_metric
         if config.key_rule.needs_metric and (metric is None or config.key_transform == "whitened"):
@@ -149,6 +151,13 @@ class PromptStatistics:
             sample = torch.where(real[:, None, :, None], sample, 0)
         total = sample.shape[0] * sample.shape[2]
         return (sample.mT @ sample).sum(0) / total, total
+
+
+@functools.lru_cache(maxsize=32)
+def _mix(dim: int, device: torch.device) -> Tensor:
+    """A Hadamard matrix on a device: copying it there for every layer would wait for the device."""
+    with torch.inference_mode(False):
+        return hadamard(dim).to(device)
 
 
 def _spread(count: int, most: int, device: torch.device) -> Tensor:
