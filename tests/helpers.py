@@ -21,6 +21,12 @@ def random_orthogonal(*shape, seed=0):
     return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64, generator=generator(seed)))[0]
 
 
+def pairwise_mix(dim, seed=0):
+    """A float32 [D, D] whose columns mix two channels each, exactly: in whatever order it is summed, the product is the same."""
+    mix = torch.kron(torch.eye(dim // 2), torch.tensor([[0.5, 0.5], [0.5, -0.5]]))
+    return mix[torch.randperm(dim, generator=generator(seed))].contiguous()
+
+
 def random_covariance(*shape, seed=0, decay=0.8):
     """Random float64 covariances [..., D, D] with a geometric spectrum, largest eigenvalue 1."""
     rotation = random_orthogonal(*shape, seed=seed)
@@ -54,7 +60,8 @@ def calibrated_artifact(layers=3, heads=2, dim=16, value_dim=None, seed=0, **fie
 def side_of(rows, rule=None, transform=None, mean=None, metric=None, inverse=None, sink=None, ring=None):
     """A Side over a PackedRows; rule: a ScaleRule, its name, or None for the plain range."""
     rule = ScaleRule.parse(rule) if isinstance(rule, str) else rule or ScaleRule()
-    form = SideFormat(rows.head_dim, rows.group_size, rows.symmetric, rule, transform is None and inverse is None)
+    is_identity = transform is None and inverse is None
+    form = SideFormat(rows.head_dim, rows.group_size, rows.symmetric, rule, is_identity, rows.center_block)
     return Side(form, rows, transform, inverse, mean, metric, sink, ring)
 
 

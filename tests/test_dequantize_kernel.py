@@ -44,13 +44,15 @@ def device(request):
     return request.param
 
 
-def random_store(batch, heads, head_dim, group_size, symmetric, capacity, generator):
+def random_store(batch, heads, head_dim, group_size, symmetric, capacity, generator, center_block=0):
     """A store of random words, scales and mins: any bit pattern is a valid row of codes."""
-    rows = PackedRows(batch, heads, head_dim, group_size, symmetric, "cpu", capacity)
+    rows = PackedRows(batch, heads, head_dim, group_size, symmetric, "cpu", capacity, center_block)
     rows.codes.copy_(torch.randint(-(2**15), 2**15, rows.codes.shape, generator=generator))
     rows.scale.copy_(torch.rand(rows.scale.shape, generator=generator) + 0.1)
     if not symmetric:
         rows.min.copy_(torch.randn(rows.min.shape, generator=generator))
+    if center_block:
+        rows.centers.copy_(100 * torch.randn(rows.centers.shape, generator=generator))
     return rows
 
 
@@ -97,6 +99,38 @@ def test_against_float64(head_dim, group_size, with_inverse, device):
     dtype = DTYPES[(case + with_inverse) % 3]
     expected, got = dequantize_both(rows, start, start + tokens, inverse, mean, dtype, device)
     assert_close(got, expected, dtype)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize(
+    "head_dim,block,start,stop,per_head",
+    [
+        (64, 32, 0, 97, True),
+        (64, 64, 31, 34, False),
+        (96, 32, 33, 40, True),
+        (128, 128, 127, 200, True),
+        (128, 64, 65, 65, False),
+        (80, 32, 95, 97, None),
+        (256, 32, 160, 200, False),
+    ],
+)
+def test_centers_of_blocks(head_dim, block, start, stop, per_head, rotated, device):
+    """Ranges that begin and end inside of blocks, in both bases, with and without transforms; the mean does not count."""
+    generator = torch.Generator().manual_seed(head_dim)
+    rows = random_store(2, 2, head_dim, head_dim // 2, block == 64, 200, generator, block)
+    transform = None if per_head is None else matrix(2, head_dim, per_head, generator)
+    inverse, mean = None if transform is None else transform.mT, torch.randn(2, head_dim, generator=generator)
+    dtype = DTYPES[(head_dim // 16 + start) % 3]
+    side = side_of(rows, transform=transform, mean=mean, inverse=inverse)
+    expected = dequantize_rows_reference(side, start, stop, torch.float64, rotated)
+    # A store narrowed to part of the batch has centers with the strides of the whole.
+    wide = rows.mapped(lambda tensor: torch.cat([tensor[:1], tensor]).to(device)[1:])
+    transform, inverse, mean = (None if t is None else t.to(device) for t in (transform, inverse, mean))
+    side = side_of(wide, transform=transform, mean=mean, inverse=inverse)
+    got = dequantize_rows_triton(side, start, stop, dtype, rotated).cpu()
+    assert got.shape == (2, 2, stop - start, head_dim)
+    if got.numel():
+        assert_close(got, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -60,16 +60,18 @@ def _load_rows(
 
 @triton.jit(do_not_specialize=["start", "num_tokens"])
 def _dequantize_kernel(
-    codes_ptr, scale_ptr, min_ptr, inverse_ptr, mean_ptr, out_ptr, start, num_tokens, stride_cb, stride_ch, stride_cr,
-    stride_sb, stride_sh, stride_st, stride_ih, stride_ik, stride_in, stride_mean_h, stride_ob, stride_oh, stride_ot,
-    HAS_INVERSE: tl.constexpr, HAS_MEAN: tl.constexpr, SYMMETRIC: tl.constexpr, HEAD_DIM: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, PAIRED: tl.constexpr, DIM_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    codes_ptr, scale_ptr, min_ptr, inverse_ptr, center_ptr, out_ptr, start, num_tokens, stride_cb, stride_ch, stride_cr,
+    stride_sb, stride_sh, stride_st, stride_ih, stride_ik, stride_in, stride_center_b, stride_center_h, stride_center_t,
+    stride_ob, stride_oh, stride_ot,
+    HAS_INVERSE: tl.constexpr, HAS_CENTER: tl.constexpr, CENTER_BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
+    HEAD_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, PAIRED: tl.constexpr, DIM_TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_T tokens of one (batch, KV head). Grid (token tiles, H, B).
 
-    codes int16, or for D = 64 the same memory as bytes; scale and min fp16; inverse and mean float32; out [B, H, T, D]
-    fp32, fp16 or bf16. Strides in elements of their own tensor; the last axis of all but inverse has stride 1.
+    codes int16, or for D = 64 the same memory as bytes; scale and min fp16; inverse float32; out [B, H, T, D] fp32, fp16 or
+    bf16. centers, fp32 or fp16: a row for each CENTER_BLOCK tokens from the block of token `start` on, or one for all if that
+    is 0. Strides in elements of their own tensor; the last axis of all but inverse has stride 1.
     """
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -100,10 +102,16 @@ def _dequantize_kernel(
             codes_ptr, scale_ptr, min_ptr, tokens, is_token, channels, stride_cr, stride_st, SYMMETRIC, HEAD_DIM,
             GROUP_SIZE, PAIRED,
         )  # fmt: skip
-    if HAS_MEAN:
-        x += tl.load(mean_ptr + head * stride_mean_h + channels, mask=is_channel, other=0.0)[None, :]
-    out_ptr += batch * stride_ob + head * stride_oh
     mask = is_token[:, None] & is_channel[None, :]
+    if HAS_CENTER:
+        center_ptr += batch * stride_center_b + head * stride_center_h
+        if CENTER_BLOCK:
+            rows = tokens // CENTER_BLOCK - start // CENTER_BLOCK
+            addresses = rows[:, None] * stride_center_t + channels[None, :]
+            x += tl.load(center_ptr + addresses, mask=mask, other=0.0).to(tl.float32)
+        else:
+            x += tl.load(center_ptr + channels, mask=is_channel, other=0.0)[None, :]
+    out_ptr += batch * stride_ob + head * stride_oh
     tl.store(out_ptr + positions[:, None] * stride_ot + channels[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -113,7 +121,7 @@ def dequantize_rows_triton(side: Side, start: int, stop: int, dtype: torch.dtype
     dtype: float32, float16 or bfloat16.
     """
     rows = side.rows
-    inverse, mean = (None, None) if rotated else (side.inverse, side.mean)
+    inverse = None if rotated else side.inverse
     batch, heads = rows.codes.shape[:2]
     head_dim = rows.head_dim
     if not 0 <= start <= stop <= rows.capacity:
@@ -121,8 +129,7 @@ def dequantize_rows_triton(side: Side, start: int, stop: int, dtype: torch.dtype
     out = torch.empty(batch, heads, stop - start, head_dim, dtype=dtype, device=rows.codes.device)
     if out.numel() == 0:
         return out
-    if mean is not None and mean.stride(-1) != 1:
-        mean = mean.contiguous()
+    center, center_strides = _centers_to_add(side, start, stop, rotated)
     paired = tokens_per_row(head_dim) == 2
     codes = rows.codes.view(torch.uint8) if paired else rows.codes
     inverse_strides = (0, 0, 0)
@@ -135,13 +142,27 @@ def dequantize_rows_triton(side: Side, start: int, stop: int, dtype: torch.dtype
     with on_device(codes.device):
         _dequantize_kernel[(-(-(stop - start) // block_t), heads, batch)](
             codes, rows.scale, rows.scale if rows.symmetric else rows.min, rows.scale if inverse is None else inverse,
-            rows.scale if mean is None else mean, out, start, stop - start, *codes.stride()[:3],
-            *rows.scale.stride()[:3], *inverse_strides, 0 if mean is None else mean.stride(0), *out.stride()[:3],
-            HAS_INVERSE=inverse is not None, HAS_MEAN=mean is not None, SYMMETRIC=rows.symmetric, HEAD_DIM=head_dim,
-            GROUP_SIZE=rows.group_size, PAIRED=paired, DIM_TILE=dim_tile, BLOCK_T=block_t, BLOCK_K=min(32, dim_tile),
-            num_warps=4 if block_t * dim_tile <= 4096 else 8,
+            rows.scale if center is None else center, out, start, stop - start, *codes.stride()[:3],
+            *rows.scale.stride()[:3], *inverse_strides, *center_strides, *out.stride()[:3],
+            HAS_INVERSE=inverse is not None, HAS_CENTER=center is not None, CENTER_BLOCK=rows.center_block,
+            SYMMETRIC=rows.symmetric, HEAD_DIM=head_dim, GROUP_SIZE=rows.group_size, PAIRED=paired, DIM_TILE=dim_tile,
+            BLOCK_T=block_t, BLOCK_K=min(32, dim_tile), num_warps=4 if block_t * dim_tile <= 4096 else 8,
         )  # fmt: skip
     return out
+
+
+def _centers_to_add(side: Side, start: int, stop: int, rotated: bool) -> tuple[Tensor | None, tuple[int, int, int]]:
+    """Centers of the blocks of tokens start..stop-1 in the wanted basis, or the mean of all; strides of batch, head, block."""
+    if not (block := side.rows.center_block):
+        mean = None if rotated else side.mean
+        if mean is not None and mean.stride(-1) != 1:
+            mean = mean.contiguous()
+        return mean, (0, 0 if mean is None else mean.stride(0), 0)
+    centers = side.rows.centers[:, :, start // block : -(-stop // block)]
+    if rotated and side.transform is not None:
+        # A center may be many times what is left of a row without it: neither tf32 nor autocast may round this product.
+        centers = (centers.double() @ side.transform.double()).float()
+    return centers, centers.stride()[:3]
 
 
 def dequantize_rows(side: Side, start: int, stop: int, dtype: torch.dtype, rotated: bool = False) -> Tensor:
