@@ -21,6 +21,7 @@ from ..defaults import CALIBRATION_TOKENS, LONGEST_CONTEXT
 from ..errors import ArtifactError
 from ..quantization.rotation import balanced_transform, hadamard, spectral_rotation
 from ..transformers_compat import model_config as compat
+from . import held_out
 from .moments import LayerMoments, gather
 from .text import default_text, token_sequences
 
@@ -112,6 +113,7 @@ def calibrate(
     seed: int = 0,
     text_source: str | None = None,
     progress: bool = True,
+    judge: bool = True,
     key_transform: str | None = None,
     value_transform: str | None = None,
     per_head: bool | None = None,
@@ -144,6 +146,8 @@ def calibrate(
         seed (`int`, defaults to 0): Shifts the sequences within the text.
         text_source (`str`, *optional*): What the artifact says its text was.
         progress (`bool`, defaults to `True`): Show a progress bar.
+        judge (`bool`, defaults to `True`): Keep the end of a text of some length out, compare the artifact there with recipes
+            that need none, write what was found into it, and warn if it is no better.
         key_transform (`str`, *optional*): `"oscar"`, `"balanced"`, `"hadamard"` or `"identity"`.
         value_transform (`str`, *optional*): `"oscar"`, `"hadamard"` or `"identity"`.
         per_head (`bool`, *optional*): One transform per KV head in place of one per layer.
@@ -195,6 +199,7 @@ def calibrate(
         )
     if text is None:
         text, text_source = default_text()
+    text, rest = held_out.split(text) if judge else (text, "")
     moments, sequences = _gather_what_fits(
         model,
         config,
@@ -214,7 +219,7 @@ def calibrate(
         }
     )
     artifact.validate()
-    return artifact
+    return held_out.judge(model, tokenizer, artifact, rest)
 
 
 def _gather_what_fits(

@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--seed", type=at_least(0), default=0, help="shifts the sequences within the text (default: 0)"
     )
+    calibrate.add_argument(
+        "--no-judge", action="store_true", help="do not compare the artifact with recipes that need none at the end"
+    )
     calibrate.set_defaults(run=_calibrate)
 
     inspect = commands.add_parser("inspect", help="print what an artifact holds and whether it is sound")
@@ -151,6 +154,7 @@ def _calibrate(args) -> int:
         text_source=source,
         value_target=args.value_target,
         base_model=args.base_model or None,
+        judge=not args.no_judge,
     )
     if args.gguf_file:
         artifact = artifact.with_provenance({"model_file": args.gguf_file})
