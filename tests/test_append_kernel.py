@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     # Must be set before the kernels are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from helpers import side_of
+from helpers import pairwise_mix, side_of
 
 from oscar_hf.kernels import append, launch
 from oscar_hf.kernels.append import append_rows, append_rows_reference, append_rows_triton
@@ -71,9 +71,9 @@ def spread(rules):
     return cases
 
 
-def random_store(batch, heads, head_dim, group_size, symmetric):
+def random_store(batch, heads, head_dim, group_size, symmetric, capacity=CAPACITY, center_block=0):
     """A store full of noise, so that comparing whole tensors also shows a write outside of the appended tokens."""
-    rows = PackedRows(batch, heads, head_dim, group_size, symmetric, "cpu", CAPACITY)
+    rows = PackedRows(batch, heads, head_dim, group_size, symmetric, "cpu", capacity, center_block)
     rows.codes.copy_(torch.randint(-(2**15), 2**15, rows.codes.shape))
     for tensor in list(rows.named.values())[1:]:
         tensor.copy_(torch.randn(tensor.shape))
@@ -99,7 +99,7 @@ def assert_same_store(expected, got):
 
 
 def assert_untouched_outside(rows, got, start, stop):
-    for begin, end in ((0, start), (stop, CAPACITY)):
+    for begin, end in ((0, start), (stop, rows.capacity)):
         for a, b in zip(rows.read(begin, end), got.read(begin, end)):
             assert (a is None and b is None) or torch.equal(a, b)
 
@@ -211,6 +211,53 @@ def test_random_rotation(head_dim, group_size, rule, tile, device, monkeypatch):
     distance = (position - position.round()).abs().flatten(-2)
     assert (distance[codes != wanted] < 1e-4).all()
     assert (codes != wanted).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize(
+    "head_dim,group_size,block,start,tokens,tile,dtype",
+    [
+        (64, 32, 32, 31, 34, "one_token", torch.bfloat16),
+        (64, 64, 32, 31, 70, "tile", torch.float16),
+        (96, 32, 64, 63, 9, "tile", torch.bfloat16),
+        (96, 96, 128, 127, 2, "one_token", torch.float32),
+        (128, 64, 128, 101, 35, "tile", torch.float32),
+        (128, 128, 64, 5, 3, "one_token", torch.float16),
+        (256, 64, 32, 32, 33, "tile", torch.bfloat16),
+    ],
+)
+def test_centers_of_blocks_bit_for_bit(
+    head_dim, group_size, block, start, tokens, tile, dtype, mixed, device, monkeypatch
+):
+    """Each row is centered by its own block, 100 times larger than what is left; the mean does not count then."""
+    force_tile(monkeypatch, tile)
+    generator = torch.Generator().manual_seed(head_dim + block)
+    rows = random_store(2, 2, head_dim, group_size, block == 64, 160, block)
+    rows.centers.mul_(100)
+    around = rows.centers.float().repeat_interleave(block, 2)[:, :, start : start + tokens]
+    x = (around + torch.randn(around.shape, generator=generator)).to(dtype)
+    transform = pairwise_mix(head_dim, block) if mixed else None
+    mean = torch.randn(2, head_dim, generator=generator)
+    expected, got = append_both(rows, start, x, transform, mean, ScaleRule.parse("percentile(none)"), None, device)
+    assert_same_store(expected, got)
+
+
+@pytest.mark.parametrize("tile,rule", [("tile", "weighted_search"), ("one_token", "search"), ("tile", "search")])
+def test_rows_far_from_zero_lose_no_more_than_the_reference(tile, rule, device, monkeypatch):
+    """Keys whose mean is 100 times their deviation, through a random rotation and a search, over two blocks."""
+    force_tile(monkeypatch, tile)
+    generator, rule = torch.Generator().manual_seed(0), ScaleRule.parse(rule)
+    block, start, tokens, dim = 32, 27, 9, 64
+    rows = random_store(1, 2, dim, 64, False, 64, block)
+    rows.centers.mul_(100)
+    around = rows.centers.float().repeat_interleave(block, 2)[:, :, start : start + tokens]
+    x = (around + torch.randn(around.shape, generator=generator)).half()
+    transform, metric = orthogonal(2, dim, True, generator), metric_of(2, dim, True, generator)
+    expected, got = append_both(rows, start, x, transform, None, rule, metric, device)
+    x_rot = (x.double() - around.double()) @ transform.double()
+    wanted = losses(x_rot, expected.read(start, start + tokens), rule, metric)
+    assert (losses(x_rot, got.read(start, start + tokens), rule, metric) <= wanted * (1 + 1e-4) + 1e-12).all()
+    assert_untouched_outside(rows, got, start, start + tokens)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -10,9 +10,9 @@ if not torch.cuda.is_available():
     # Must be set before the kernels are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from helpers import calibrated_artifact, random_covariance, random_orthogonal, side_of
+from helpers import calibrated_artifact, pairwise_mix, random_covariance, random_orthogonal, side_of
 
-from oscar_hf.kernels import launch
+from oscar_hf.kernels import decode_step, launch
 from oscar_hf.kernels.decode_step import (
     AHEAD,
     COUNTERS,
@@ -26,6 +26,7 @@ from oscar_hf.kernels.decode_step import (
     place_tokens_reference,
     place_tokens_triton,
 )
+from oscar_hf.kernels.dequantize import dequantize_rows_reference
 from oscar_hf.quantization.packed_rows import PackedRows
 
 pytestmark = pytest.mark.skipif(
@@ -189,6 +190,122 @@ def test_encoding_ahead_changes_nothing_but_when(start):
         *triton_ahead, *(torch.zeros(2, 2, 1, 128, device=DEVICE).bfloat16() for _ in "kv"), counters[1], RECENT
     )
     assert all(torch.equal(a, b) for a, b in zip(kept, triton_ahead[0].rows.named.values()))
+
+
+def centered_side(dim, block, dtype, history, held, seed, symmetric=False):
+    """Windows that hold `held` history tokens from `history` on, far from 0, and a store with centers of blocks, or a mean.
+
+    All sums are exact, so that codes may not depend on their order.
+    """
+    torch.manual_seed(seed)
+    ring = held + EXTRA
+    rows = PackedRows(2, 2, dim, dim // 2, symmetric, DEVICE, history + ring + 1, block)
+    if block:
+        # What a step does not open must stay.
+        rows.centers.copy_(100 * torch.randn(rows.centers.shape))
+    made = side_of(rows, "percentile(none)", pairwise_mix(dim, seed).to(DEVICE), torch.randn(2, dim, device=DEVICE))
+    made.inverse = 2 * made.transform.mT
+    made.sink = torch.zeros(2, 2, SINK, dim, dtype=dtype, device=DEVICE)
+    offset = torch.randint(-100, 101, (2, 1, dim))
+    made.ring = (offset + torch.randint(-4, 5, (2, 2, ring, dim)) / 2).to(DEVICE, dtype)
+    return made
+
+
+def ulps_apart(a, b):
+    """How many fp16 numbers lie between, elementwise."""
+    a, b = ((bits & 0x7FFF) * (1 - 2 * (bits < 0).int()) for bits in (t.view(torch.int16).int() for t in (a, b)))
+    return (a - b).abs()
+
+
+def adopt_centers(monkeypatch, ours, kernels):
+    """Make the reference go on with the centers of the kernel, once it has seen that they differ from its own by rounding."""
+    opened = decode_step._open_blocks
+
+    def open_and_adopt(side, *arguments):
+        opened(side, *arguments)
+        if side.center_block:
+            theirs = kernels[[side is mine for mine in ours].index(True)].rows.centers
+            apart = ulps_apart(side.rows.centers, theirs)
+            assert apart.max() <= 1 and apart.float().mean() < 0.01
+            side.rows.centers.copy_(theirs)
+
+    monkeypatch.setattr(decode_step, "_open_blocks", open_and_adopt)
+
+
+@pytest.mark.parametrize(
+    "dim, block, value_block, dtype, history, held, recent, start, on_device",
+    [
+        # Two blocks at once, of the last of which only some tokens are there.
+        (64, 32, 0, torch.bfloat16, 31, 38, 5, None, True),
+        # From within a block to the next, of which one row has padding alone, the other some. Values have blocks, too.
+        (64, 32, 64, torch.float16, 61, 45, 38, [SINK + 96, SINK + 70], True),
+        (96, 64, 0, torch.float32, 127, 20, 17, [SINK + 136, 3], False),
+        (128, 128, 0, torch.bfloat16, 250, 140, 133, [0, SINK + 300], True),
+        # No block opens.
+        (128, 64, 0, torch.float16, 65, 12, 10, [0, 80], True),
+        # A block opens with the last step's token.
+        (80, 32, 0, torch.bfloat16, 92, 9, 7, None, False),
+    ],
+)
+def test_centers_of_blocks(dim, block, value_block, dtype, history, held, recent, start, on_device, monkeypatch):
+    """Steps that open blocks: centers, codes and windows, with garbage in the centers before."""
+    keys = centered_side(dim, block, dtype, history, held, 1)
+    values = centered_side(dim, value_block, dtype, history, held, 2, symmetric=True)
+    pairs = [(keys, values), copy.deepcopy((keys, values))]
+    before = keys.rows.centers.clone()
+    adopt_centers(monkeypatch, *pairs)
+    start = None if start is None else torch.tensor(start, dtype=torch.int32, device=DEVICE)
+    length = SINK + history + held
+    lengths = [torch.tensor([length, history, 0, 0, 0], dtype=torch.int32, device=DEVICE) for _ in pairs]
+    if not on_device:
+        lengths = [(length, history)] * 2
+    exact, exact_values = keys.ring.clone(), values.ring.clone()
+    for new in (2, 1):
+        # As far from 0 as those that are there.
+        tokens = [held_rows[:, :, 3 : 3 + new] for held_rows in (exact, exact_values)]
+        # The kernel first, for the reference takes its centers.
+        for i, place in ((1, place_tokens_triton), (0, place_tokens_reference)):
+            lengths[i] = place(*pairs[i], *tokens, lengths[i], recent, start, None)
+    packed = packed_after(length + 2, history, SINK, recent)
+    assert all(int(n[1]) == packed for n in lengths)
+    for reference, kernel in zip(stored(*pairs[0]), stored(*pairs[1])):
+        assert torch.equal(reference, kernel)
+    opened = range(-(-history // block), -(-packed // block))
+    for i in range(before.shape[2]):
+        assert torch.equal(before[:, :, i], pairs[1][0].rows.centers[:, :, i]) == (i not in opened)
+    # Rows whose mean is up to 100 are off by a fraction of what they vary by.
+    for j in range(opened[0] * block if opened else packed, min(packed, history + held)):
+        row = dequantize_rows_reference(pairs[1][0], j, j + 1, torch.float64)[:, :, 0]
+        error = (row - exact[:, :, j % exact.shape[2]].double()).abs().mean((1, 2))
+        assert (error < 1)[slice(None) if start is None else j + SINK >= start].all()
+
+
+@pytest.mark.parametrize(
+    "dim, block, history, start", [(64, 32, 64, None), (128, 64, 64, [SINK + 66, 0]), (96, 32, 33, [40, 0])]
+)
+def test_encoding_ahead_opens_the_block_that_the_step_would(dim, block, history, start, monkeypatch):
+    """The step after it finds center and codes, as a step without it makes them; the windows stay until then."""
+    keys = centered_side(dim, block, torch.bfloat16, history, RECENT, 1)
+    values = centered_side(dim, 0, torch.bfloat16, history, RECENT, 2)
+    plain, ahead, reference = pairs = [copy.deepcopy((keys, values)) for _ in range(3)]
+    counters = [
+        torch.tensor([SINK + history + RECENT, history, 0, 0, 0], dtype=torch.int32, device=DEVICE) for _ in pairs
+    ]
+    start = None if start is None else torch.tensor(start, dtype=torch.int32, device=DEVICE)
+    adopt_centers(monkeypatch, reference, ahead)
+    encode_ahead_triton(*ahead, counters[1], RECENT, start)
+    encode_ahead_reference(*reference, counters[2], RECENT, start)
+    assert counters[1].tolist() == counters[2].tolist() and counters[1][AHEAD] == history + 1
+    for ours, theirs in zip(stored(*reference), stored(*ahead)):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(ahead[0].ring, keys.ring) and not ahead[0].sink.any()
+    tokens = [torch.randint(-9, 9, (2, 2, 2, dim), device=DEVICE).bfloat16() for _ in "kv"]
+    for pair, counter in zip(pairs[:2], counters):
+        place_tokens_triton(*pair, *tokens, counter, RECENT, start, None)
+    assert counters[0][HISTORY] == history + 1
+    for expected, got in zip(stored(*plain), stored(*ahead)):
+        assert torch.equal(expected, got)
+    assert torch.equal(keys.rows.centers, ahead[0].rows.centers) == (history % block > 0)
 
 
 @pytest.mark.gpu

@@ -171,7 +171,7 @@ def _attend_op(query, storage, constants, mask, facts, scale, spec):
     beside.wait_stream(stream)
     try:
         with torch.cuda.stream(beside):
-            encode_ahead_triton(*sides, regions.counters, layout.recent)
+            encode_ahead_triton(*sides, regions.counters, layout.recent, regions.start)
         return _attend(regions, layout, query, mask, facts, scale)
     finally:
         # Whatever happens, a capture must find its streams joined.

@@ -7,7 +7,7 @@ from ..quantization.block_centers import centers_of
 from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
 from ..quantization.quantizer import quantize_rows
-from .encode import encode, encode_plan, encode_problem, matrix_strides, rotate
+from .encode import center_rows, encode, encode_plan, encode_problem, matrix_strides, rotate
 from .launch import fall_back, launch_problem, on_device, tl, triton
 
 
@@ -29,19 +29,20 @@ def append_rows_reference(side: Side, start: int, x: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["start", "num_tokens"])
 def _append_kernel(
-    x_ptr, transform_ptr, mean_ptr, metric_ptr, codes_ptr, scale_ptr, min_ptr, start, num_tokens, stride_xb, stride_xh,
-    stride_xt, stride_rh, stride_rk, stride_rn, stride_mean_h, stride_mh, stride_mk, stride_mn, stride_cb, stride_ch,
-    stride_cr, stride_sb, stride_sh, stride_st,
-    HAS_TRANSFORM: tl.constexpr, HAS_MEAN: tl.constexpr, SYMMETRIC: tl.constexpr, CLIP_INDEX: tl.constexpr,
-    SEARCH: tl.constexpr, WEIGHTED: tl.constexpr, LOW_FACTORS: tl.constexpr, HIGH_FACTORS: tl.constexpr,
-    NUM_FACTORS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, WORDS_TILE: tl.constexpr, PAIRED: tl.constexpr,
-    BLOCK_T: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, transform_ptr, center_ptr, metric_ptr, codes_ptr, scale_ptr, min_ptr, start, num_tokens, stride_xb,
+    stride_xh, stride_xt, stride_rh, stride_rk, stride_rn, stride_center_b, stride_center_h, stride_center_t, stride_mh,
+    stride_mk, stride_mn, stride_cb, stride_ch, stride_cr, stride_sb, stride_sh, stride_st,
+    HAS_TRANSFORM: tl.constexpr, HAS_CENTER: tl.constexpr, CENTER_BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
+    CLIP_INDEX: tl.constexpr, SEARCH: tl.constexpr, WEIGHTED: tl.constexpr, LOW_FACTORS: tl.constexpr,
+    HIGH_FACTORS: tl.constexpr, NUM_FACTORS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, WORDS_TILE: tl.constexpr,
+    PAIRED: tl.constexpr, BLOCK_T: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_T tokens of one (batch, KV head). Grid (token tiles, H, B).
 
-    x [B, H, T, D] any float dtype; codes int16, or for D = 64 the same memory as bytes; scale and min fp16; all others
-    float32. Strides in elements of their own tensor; the last axis of x, mean, codes, scale and min has stride 1.
+    x [B, H, T, D] any float dtype; codes int16, or for D = 64 the same memory as bytes; scale, min and centers of blocks
+    fp16; all others float32. Strides in elements of their own tensor; the last axis of x, centers, codes, scale and min has
+    stride 1.
     """
     DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
     head = tl.program_id(1).to(tl.int64)
@@ -54,9 +55,10 @@ def _append_kernel(
     channels = columns // GROUP_TILE * GROUP_SIZE + columns % GROUP_TILE
 
     x = rotate(
-        x_ptr + batch * stride_xb + head * stride_xh, transform_ptr + head * stride_rh, mean_ptr + head * stride_mean_h,
-        channels, is_channel, first_token, num_tokens, stride_xt, stride_rk, stride_rn, HAS_TRANSFORM, HAS_MEAN,
-        HEAD_DIM, BLOCK_T, BLOCK_K, DIM_TILE,
+        x_ptr + batch * stride_xb + head * stride_xh, transform_ptr + head * stride_rh,
+        center_ptr + batch * stride_center_b + head * stride_center_h, channels, is_channel, start, first_token,
+        num_tokens, stride_xt, stride_rk, stride_rn, stride_center_t, HAS_TRANSFORM, HAS_CENTER, CENTER_BLOCK, HEAD_DIM,
+        BLOCK_T, BLOCK_K, DIM_TILE,
     )  # fmt: skip
     encode(
         x, metric_ptr + head * stride_mh, codes_ptr + batch * stride_cb + head * stride_ch,
@@ -74,7 +76,7 @@ _MAX_SINGLE_TOKENS, _FEW_TOKENS = 256, 4
 
 def append_rows_triton(side: Side, start: int, x: Tensor) -> None:
     """`append_rows_reference` as one Triton launch, on the GPU that holds x (or in the interpreter)."""
-    rows, transform, mean, rule, metric = side.rows, side.transform, side.mean, side.rule, side.metric
+    rows, transform, rule, metric = side.rows, side.transform, side.rule, side.metric
     batch, heads, num_tokens, head_dim = x.shape
     codes, scale = rows.codes, rows.scale
     if codes.shape[:2] != x.shape[:2] or rows.head_dim != head_dim:
@@ -90,8 +92,7 @@ def append_rows_triton(side: Side, start: int, x: Tensor) -> None:
         return
     if x.stride(3) != 1:
         x = x.contiguous()
-    if mean is not None and mean.stride(-1) != 1:
-        mean = mean.contiguous()
+    center, center_strides, center_block = center_rows(side)
     if paired:
         codes = codes.view(torch.uint8)
     single_token = num_tokens <= _FEW_TOKENS or num_tokens * batch * heads <= _MAX_SINGLE_TOKENS
@@ -99,10 +100,10 @@ def append_rows_triton(side: Side, start: int, x: Tensor) -> None:
     metric = metric if plan["WEIGHTED"] else None
     with on_device(x.device):
         _append_kernel[(-(-num_tokens // plan["BLOCK_T"]), heads, batch)](
-            x, x if transform is None else transform, x if mean is None else mean, x if metric is None else metric,
+            x, x if transform is None else transform, x if center is None else center, x if metric is None else metric,
             codes, scale, scale if rows.symmetric else rows.min, start, num_tokens, *x.stride()[:3],
-            *matrix_strides(transform), 0 if mean is None else mean.stride(0), *matrix_strides(metric),
-            *codes.stride()[:3], *scale.stride()[:3], transform is not None, mean is not None, **plan,
+            *matrix_strides(transform), *center_strides, *matrix_strides(metric), *codes.stride()[:3],
+            *scale.stride()[:3], transform is not None, center is not None, center_block, **plan,
         )  # fmt: skip
 
 

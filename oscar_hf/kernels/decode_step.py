@@ -13,8 +13,9 @@ from ..quantization.block_centers import open_blocks
 from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
 from .append import append_rows_reference
-from .encode import encode, encode_plan, encode_problem, matrix_strides, rotate
+from .encode import center_rows, encode, encode_plan, encode_problem, matrix_strides, rotate
 from .launch import launch_problem, next_power_of_two, on_device, tl, triton
+from .scale_search import _round_to_fp16 as round_to_fp16
 
 # Slots of a layer's counters on the device, int32: tokens held, tokens packed, programs that have finished (0 between
 # launches), 1 once a step did not fit, and tokens whose codes are already there (counts where it is more than HISTORY).
@@ -74,7 +75,8 @@ def encode_ahead_reference(
 ) -> None:
     """Write the codes of the token that the next step packs, if there is one, behind the history, which stays as it is.
 
-    counters: int32 [COUNTERS]; AHEAD is raised. start: int32 [B] first real slot of each row, None for zeros. The codes are those that the step would write; it skips what AHEAD counts.
+    counters: int32 [COUNTERS]; AHEAD is raised. start: int32 [B] first real slot of each row, None for zeros. The codes, and
+    the center if the token opens a block, are those that the step would write; it skips what AHEAD counts.
     """
     length, history = counters.tolist()[:2]
     if packed_after(length, history, keys.sink.shape[2], recent) <= history:
@@ -87,7 +89,7 @@ def encode_ahead_reference(
 
 
 def _open_blocks(side: Side, history: int, packed: int, length: int, starts: list[int] | None) -> None:
-    """`open_blocks` for history tokens history..packed-1 from the ring, which holds all tokens from `history` on before `length`."""
+    """`open_blocks` for history tokens history..packed-1 from the ring, which holds all from `history` on of `length`."""
     if not side.center_block:
         return
     sink, ring = side.sink.shape[2], side.ring.shape[2]
@@ -105,11 +107,25 @@ def _copy_to_sink(sink: Tensor, rows: Tensor, first: int, begins: list[int]) -> 
 
 
 @triton.jit
+def _mean_of_ring(ring_ptr, first, stop, ring, d, is_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Mean of history tokens first..stop-1, float32 [BLOCK_D]; 0 if there are none."""
+    ROWS: tl.constexpr = 2048 // BLOCK_D
+    sums = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    for begin in range(first, stop, ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        mask = (rows < stop)[:, None] & is_d[None, :]
+        tile = tl.load(ring_ptr + (rows % ring * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0)
+        sums += tile.to(tl.float32)
+    return tl.div_rn(tl.sum(sums, axis=0), tl.maximum(stop - first, 1).to(tl.float32))
+
+
+@triton.jit
 def _step_side(
-    new_ptr, codes_ptr, scale_ptr, min_ptr, sink_ptr, ring_ptr, transform_ptr, mean_ptr, metric_ptr,
+    new_ptr, codes_ptr, scale_ptr, min_ptr, sink_ptr, ring_ptr, transform_ptr, center_ptr, metric_ptr,
     first, history, encoded, packed, count, start, sink, ring,
-    stride_nt, stride_rk, stride_rn, stride_mk, stride_mn, stride_cr, stride_st,
-    HAS_TRANSFORM: tl.constexpr, HAS_MEAN: tl.constexpr, STARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_nt, stride_rk, stride_rn, stride_ct, stride_mk, stride_mn, stride_cr, stride_st,
+    HAS_TRANSFORM: tl.constexpr, HAS_CENTER: tl.constexpr, CENTER_BLOCK: tl.constexpr, STARTS: tl.constexpr,
+    ENCODE_AHEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     SYMMETRIC: tl.constexpr, CLIP_INDEX: tl.constexpr, SEARCH: tl.constexpr, WEIGHTED: tl.constexpr,
     LOW_FACTORS: tl.constexpr, HIGH_FACTORS: tl.constexpr, NUM_FACTORS: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
@@ -123,16 +139,29 @@ def _step_side(
     d = tl.arange(0, BLOCK_D)
     is_d = d < HEAD_DIM
     one = tl.arange(0, 1)
-    if STARTS:
+    # What is only encoded ahead stays where it is, so that whatever reads the windows meanwhile finds them unchanged.
+    if STARTS and not ENCODE_AHEAD:
         for j in range(history, packed):
             # The sink of a row that begins late reaches into the slots of the history.
             entry = sink + j - start + 0 * d
             exact = tl.load(ring_ptr + j % ring * HEAD_DIM + d, mask=is_d, other=0.0)
             tl.store(sink_ptr + entry * HEAD_DIM + d, exact, mask=is_d & (entry >= 0) & (entry < sink))
+    if CENTER_BLOCK:
+        # Blocks whose first token is among those: their centers are made of all their tokens that the ring holds.
+        for block in range((encoded + CENTER_BLOCK - 1) // CENTER_BLOCK, (packed + CENTER_BLOCK - 1) // CENTER_BLOCK):
+            begin = block * CENTER_BLOCK
+            center = _mean_of_ring(
+                ring_ptr, tl.maximum(begin, start - sink), tl.minimum(begin + CENTER_BLOCK, first - sink), ring, d,
+                is_d, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+            tl.store(center_ptr + block * stride_ct + d, round_to_fp16(center).to(tl.float16), mask=is_d)
+        # Other threads read what was stored.
+        tl.debug_barrier()
     for j in range(encoded, packed):
+        # The ring's slot 0 holds history token j - j % ring of those around j.
         x = rotate(
-            ring_ptr, transform_ptr, mean_ptr, channels, is_channel, j % ring, ring, HEAD_DIM, stride_rk, stride_rn,
-            HAS_TRANSFORM, HAS_MEAN, HEAD_DIM, 1, BLOCK_K, DIM_TILE,
+            ring_ptr, transform_ptr, center_ptr, channels, is_channel, j - j % ring, j % ring, ring, HEAD_DIM,
+            stride_rk, stride_rn, stride_ct, HAS_TRANSFORM, HAS_CENTER, CENTER_BLOCK, HEAD_DIM, 1, BLOCK_K, DIM_TILE,
         )  # fmt: skip
         encode(
             x, metric_ptr, codes_ptr, scale_ptr, min_ptr, j + one, one == 0, channels, is_channel,
@@ -155,14 +184,16 @@ def _step_side(
 @triton.jit(do_not_specialize=["length", "history", "new_tokens", "sink", "ring", "recent", "limit"])
 def _step_kernel(
     new_k_ptr, new_v_ptr, k_codes_ptr, k_scale_ptr, k_min_ptr, v_codes_ptr, v_scale_ptr, v_min_ptr,
-    sink_k_ptr, sink_v_ptr, ring_k_ptr, ring_v_ptr, k_transform_ptr, k_mean_ptr, k_metric_ptr, v_transform_ptr,
-    start_ptr, counters_ptr, length, history, new_tokens, sink, ring, recent, limit,
+    sink_k_ptr, sink_v_ptr, ring_k_ptr, ring_v_ptr, k_transform_ptr, k_center_ptr, k_metric_ptr, v_transform_ptr,
+    v_center_ptr, start_ptr, counters_ptr, length, history, new_tokens, sink, ring, recent, limit,
     stride_nkb, stride_nkh, stride_nkt, stride_nvb, stride_nvh, stride_nvt,
     stride_kcb, stride_kch, stride_kcr, stride_ksb, stride_ksh, stride_kst,
     stride_vcb, stride_vch, stride_vcr, stride_vsb, stride_vsh, stride_vst,
-    stride_rh, stride_rk, stride_rn, stride_mean_h, stride_mh, stride_mk, stride_mn, stride_wh, stride_wk, stride_wn,
+    stride_rh, stride_rk, stride_rn, stride_kmb, stride_kmh, stride_kmt, stride_mh, stride_mk, stride_mn,
+    stride_wh, stride_wk, stride_wn, stride_vmb, stride_vmh, stride_vmt,
     HEADS: tl.constexpr, ON_DEVICE: tl.constexpr, ENCODE_AHEAD: tl.constexpr, STARTS: tl.constexpr,
-    K_TRANSFORM: tl.constexpr, K_MEAN: tl.constexpr, V_TRANSFORM: tl.constexpr,
+    K_TRANSFORM: tl.constexpr, K_CENTER: tl.constexpr, K_CENTER_BLOCK: tl.constexpr,
+    V_TRANSFORM: tl.constexpr, V_CENTER: tl.constexpr, V_CENTER_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_SYMMETRIC: tl.constexpr, K_CLIP_INDEX: tl.constexpr, K_SEARCH: tl.constexpr, K_WEIGHTED: tl.constexpr,
     K_LOW_FACTORS: tl.constexpr, K_HIGH_FACTORS: tl.constexpr, K_NUM_FACTORS: tl.constexpr, K_HEAD_DIM: tl.constexpr,
@@ -175,7 +206,7 @@ def _step_kernel(
 ):  # fmt: skip
     """Grid (H, 2, B): keys are program 0 of the second axis, values program 1.
 
-    ENCODE_AHEAD: no token is new, and the one that the next step packs is encoded; STARTS is False then.
+    ENCODE_AHEAD: no token is new, and the one that the next step packs is encoded.
     """
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
@@ -201,12 +232,12 @@ def _step_kernel(
             new_k_ptr + b * stride_nkb + h * stride_nkh, k_codes_ptr + b * stride_kcb + h * stride_kch,
             k_scale_ptr + b * stride_ksb + h * stride_ksh, k_min_ptr + b * stride_ksb + h * stride_ksh,
             sink_k_ptr + at * sink * K_HEAD_DIM, ring_k_ptr + at * ring * K_HEAD_DIM,
-            k_transform_ptr + h * stride_rh, k_mean_ptr + h * stride_mean_h, k_metric_ptr + h * stride_mh,
-            n, old, encoded, packed, count, start, sink, ring,
-            stride_nkt, stride_rk, stride_rn, stride_mk, stride_mn, stride_kcr, stride_kst,
-            K_TRANSFORM, K_MEAN, STARTS, K_BLOCK, K_SYMMETRIC, K_CLIP_INDEX, K_SEARCH, K_WEIGHTED, K_LOW_FACTORS,
-            K_HIGH_FACTORS, K_NUM_FACTORS, K_HEAD_DIM, K_GROUP_SIZE, K_GROUPS, K_GROUP_TILE, K_GROUPS_TILE,
-            K_WORDS_TILE, K_PAIRED, K_CANDIDATES, K_BLOCK_K,
+            k_transform_ptr + h * stride_rh, k_center_ptr + b * stride_kmb + h * stride_kmh,
+            k_metric_ptr + h * stride_mh, n, old, encoded, packed, count, start, sink, ring,
+            stride_nkt, stride_rk, stride_rn, stride_kmt, stride_mk, stride_mn, stride_kcr, stride_kst,
+            K_TRANSFORM, K_CENTER, K_CENTER_BLOCK, STARTS, ENCODE_AHEAD, K_BLOCK, K_SYMMETRIC, K_CLIP_INDEX, K_SEARCH,
+            K_WEIGHTED, K_LOW_FACTORS, K_HIGH_FACTORS, K_NUM_FACTORS, K_HEAD_DIM, K_GROUP_SIZE, K_GROUPS,
+            K_GROUP_TILE, K_GROUPS_TILE, K_WORDS_TILE, K_PAIRED, K_CANDIDATES, K_BLOCK_K,
         )  # fmt: skip
     else:
         at = b * HEADS + h
@@ -214,12 +245,12 @@ def _step_kernel(
             new_v_ptr + b * stride_nvb + h * stride_nvh, v_codes_ptr + b * stride_vcb + h * stride_vch,
             v_scale_ptr + b * stride_vsb + h * stride_vsh, v_min_ptr + b * stride_vsb + h * stride_vsh,
             sink_v_ptr + at * sink * V_HEAD_DIM, ring_v_ptr + at * ring * V_HEAD_DIM,
-            v_transform_ptr + h * stride_wh, v_transform_ptr, v_transform_ptr,
+            v_transform_ptr + h * stride_wh, v_center_ptr + b * stride_vmb + h * stride_vmh, v_transform_ptr,
             n, old, encoded, packed, count, start, sink, ring,
-            stride_nvt, stride_wk, stride_wn, stride_wk, stride_wn, stride_vcr, stride_vst,
-            V_TRANSFORM, False, STARTS, V_BLOCK, V_SYMMETRIC, V_CLIP_INDEX, V_SEARCH, V_WEIGHTED, V_LOW_FACTORS,
-            V_HIGH_FACTORS, V_NUM_FACTORS, V_HEAD_DIM, V_GROUP_SIZE, V_GROUPS, V_GROUP_TILE, V_GROUPS_TILE,
-            V_WORDS_TILE, V_PAIRED, V_CANDIDATES, V_BLOCK_K,
+            stride_nvt, stride_wk, stride_wn, stride_vmt, stride_wk, stride_wn, stride_vcr, stride_vst,
+            V_TRANSFORM, V_CENTER, V_CENTER_BLOCK, STARTS, ENCODE_AHEAD, V_BLOCK, V_SYMMETRIC, V_CLIP_INDEX, V_SEARCH,
+            V_WEIGHTED, V_LOW_FACTORS, V_HIGH_FACTORS, V_NUM_FACTORS, V_HEAD_DIM, V_GROUP_SIZE, V_GROUPS,
+            V_GROUP_TILE, V_GROUPS_TILE, V_WORDS_TILE, V_PAIRED, V_CANDIDATES, V_BLOCK_K,
         )  # fmt: skip
     if ON_DEVICE:
         # Every program has read the counters before it draws its ticket, so the last one may change them.
@@ -250,10 +281,10 @@ def place_tokens_triton(keys, values, new_keys, new_values, lengths, recent, sta
     return length + new, packed
 
 
-def encode_ahead_triton(keys, values, counters, recent):
+def encode_ahead_triton(keys, values, counters, recent, start=None):
     """`encode_ahead_reference` as one Triton launch; may run beside whatever reads the history, but beside no step."""
     none_new = (side.ring[:, :, :0] for side in (keys, values))
-    _launch(keys, values, *none_new, (0, 0), counters, recent, None, None, encode_ahead=True)
+    _launch(keys, values, *none_new, (0, 0), counters, recent, start, None, encode_ahead=True)
 
 
 def _launch(keys, values, new_keys, new_values, lengths, counters, recent, start, limit, encode_ahead=False):
@@ -278,6 +309,8 @@ def _launch(keys, values, new_keys, new_values, lengths, counters, recent, start
         for name, value in plan.items()
         if name != "num_warps"
     }
+    key_center, key_center_strides, key_block = center_rows(keys)
+    value_center, value_center_strides, value_block = center_rows(values)
     # Tensors that are absent need some pointer to stand in for them.
     key_metric = keys.metric if plans[0]["WEIGHTED"] else None
 
@@ -288,17 +321,17 @@ def _launch(keys, values, new_keys, new_values, lengths, counters, recent, start
         _step_kernel[(heads, 2, batch)](
             new_keys, new_values, codes[0], keys.rows.scale, present(keys.rows.min),
             codes[1], values.rows.scale, present(values.rows.min), keys.sink, values.sink, keys.ring, values.ring,
-            present(keys.transform), present(keys.mean), present(key_metric), present(values.transform),
-            present(start), present(counters), *lengths, new, sink, ring, recent,
+            present(keys.transform), present(key_center), present(key_metric), present(values.transform),
+            present(value_center), present(start), present(counters), *lengths, new, sink, ring, recent,
             (1 << 30) if limit is None else limit,
             *new_keys.stride()[:3], *new_values.stride()[:3],
             *codes[0].stride()[:3], *keys.rows.scale.stride()[:3],
             *codes[1].stride()[:3], *values.rows.scale.stride()[:3],
-            *matrix_strides(keys.transform), 0 if keys.mean is None else keys.mean.stride(0),
-            *matrix_strides(key_metric), *matrix_strides(values.transform),
+            *matrix_strides(keys.transform), *key_center_strides, *matrix_strides(key_metric),
+            *matrix_strides(values.transform), *value_center_strides,
             HEADS=heads, ON_DEVICE=counters is not None, ENCODE_AHEAD=encode_ahead, STARTS=start is not None,
-            K_TRANSFORM=keys.transform is not None, K_MEAN=keys.mean is not None,
-            V_TRANSFORM=values.transform is not None,
+            K_TRANSFORM=keys.transform is not None, K_CENTER=key_center is not None, K_CENTER_BLOCK=key_block,
+            V_TRANSFORM=values.transform is not None, V_CENTER=value_center is not None, V_CENTER_BLOCK=value_block,
             K_BLOCK=next_power_of_two(key_dim), V_BLOCK=next_power_of_two(value_dim),
             **named, num_warps=warps,
         )  # fmt: skip

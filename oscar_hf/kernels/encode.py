@@ -4,6 +4,7 @@ import functools
 
 from torch import Tensor
 
+from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
 from ..quantization.quantizer import ScaleRule, check_group_size
 from .launch import MAX_HEAD_DIM, head_dim_problem, next_power_of_two, tl, triton
@@ -15,12 +16,27 @@ from .scale_search import quantize, scale_of_range, search_at_once, search_in_tu
 
 
 @triton.jit
+def _load_centers(center_ptr, rows, is_row, channels, is_channel, stride_ct, CENTER_BLOCK: tl.constexpr):
+    """Centers of rows `rows` of the history, float32 [rows, channels], or [1, channels] where all have the same one."""
+    if CENTER_BLOCK:
+        addresses = (rows // CENTER_BLOCK * stride_ct)[:, None] + channels[None, :]
+        centers = tl.load(center_ptr + addresses, mask=is_row[:, None] & is_channel[None, :], other=0.0)
+    else:
+        centers = tl.load(center_ptr + channels, mask=is_channel, other=0.0)[None, :]
+    return centers.to(tl.float32)
+
+
+@triton.jit
 def rotate(
-    x_ptr, transform_ptr, mean_ptr, channels, is_channel, first_token, num_tokens, stride_xt, stride_rk, stride_rn,
-    HAS_TRANSFORM: tl.constexpr, HAS_MEAN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, DIM_TILE: tl.constexpr,
+    x_ptr, transform_ptr, center_ptr, channels, is_channel, start, first_token, num_tokens, stride_xt, stride_rk,
+    stride_rn, stride_ct,
+    HAS_TRANSFORM: tl.constexpr, HAS_CENTER: tl.constexpr, CENTER_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, DIM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """(x - mean) @ transform of the tokens of one head, float32 [BLOCK_T, DIM_TILE]; 0 in masked columns."""
+    """(x - center) @ transform of the tokens of one head, float32 [BLOCK_T, DIM_TILE]; 0 in masked columns.
+
+    Row t of x is row start + t of the history. CENTER_BLOCK: how many rows of the history share a row of centers; 0: all do.
+    """
     if HAS_TRANSFORM:
         # tl.dot wants 16 rows: a smaller tile repeats its tokens.
         REPEAT: tl.constexpr = 16 // BLOCK_T if BLOCK_T < 16 else 1
@@ -41,14 +57,18 @@ def rotate(
             if BLOCK_T == 1:
                 # The grid has one program per token, so this token exists.
                 x = tl.load(x_ptr + first_token * stride_xt + k, mask=is_k, other=0.0).to(tl.float32)
-                if HAS_MEAN:
-                    x = x - tl.load(mean_ptr + k, mask=is_k, other=0.0)
+                if HAS_CENTER:
+                    at = center_ptr + k
+                    if CENTER_BLOCK:
+                        at += (start + first_token) // CENTER_BLOCK * stride_ct
+                    x = x - tl.load(at, mask=is_k, other=0.0).to(tl.float32)
                 partial += x[:, None] * matrix
             else:
-                mask = (row_tokens < num_tokens)[:, None] & is_k[None, :]
+                is_row = row_tokens < num_tokens
+                mask = is_row[:, None] & is_k[None, :]
                 x = tl.load(x_ptr + row_tokens[:, None] * stride_xt + k[None, :], mask=mask, other=0.0).to(tl.float32)
-                if HAS_MEAN:
-                    x = x - tl.load(mean_ptr + k, mask=is_k, other=0.0)[None, :]
+                if HAS_CENTER:
+                    x = x - _load_centers(center_ptr, start + row_tokens, is_row, k, is_k, stride_ct, CENTER_BLOCK)
                 rotated = tl.dot(x, matrix, rotated, input_precision="ieee")
         if BLOCK_T == 1:
             rotated = tl.sum(partial, axis=0)[None, :]
@@ -56,10 +76,13 @@ def rotate(
             rotated = tl.max(tl.reshape(rotated, [BLOCK_T, REPEAT, DIM_TILE]), axis=1)
     else:
         tokens = first_token + tl.arange(0, BLOCK_T)
-        mask = (tokens < num_tokens)[:, None] & is_channel[None, :]
+        is_row = tokens < num_tokens
+        mask = is_row[:, None] & is_channel[None, :]
         rotated = tl.load(x_ptr + tokens[:, None] * stride_xt + channels[None, :], mask=mask, other=0.0).to(tl.float32)
-        if HAS_MEAN:
-            rotated = rotated - tl.load(mean_ptr + channels, mask=is_channel, other=0.0)[None, :]
+        if HAS_CENTER:
+            rotated = rotated - _load_centers(
+                center_ptr, start + tokens, is_row, channels, is_channel, stride_ct, CENTER_BLOCK
+            )
     return rotated
 
 
@@ -219,6 +242,16 @@ def encode_plan(head_dim: int, group_size: int, symmetric: bool, rule: ScaleRule
 def matrix_strides(matrix: Tensor | None) -> tuple[int, int, int]:
     """Strides of a [H, D, D] matrix; a [D, D] one is shared, with head stride 0."""
     return (0, 0, 0) if matrix is None else ((0,) if matrix.dim() == 2 else ()) + matrix.stride()
+
+
+def center_rows(side: Side) -> tuple[Tensor | None, tuple[int, int, int], int]:
+    """What `rotate` subtracts, its strides over batch, heads and blocks, and rows of history to a block, 0 for one mean."""
+    if side.rows.centers is not None:
+        return side.rows.centers, side.rows.centers.stride()[:3], side.rows.center_block
+    mean = side.mean
+    if mean is not None and mean.stride(-1) != 1:
+        mean = mean.contiguous()
+    return mean, (0, 0 if mean is None else mean.stride(0), 0), 0
 
 
 def encode_problem(head_dim: int, group_size: int) -> str:
