@@ -82,8 +82,8 @@ def append_rows_triton(side: Side, start: int, x: Tensor) -> None:
     if codes.shape[:2] != x.shape[:2] or rows.head_dim != head_dim:
         wanted = (*codes.shape[:2], "T", rows.head_dim)
         raise ValueError(f"rows must be [B, H, T, D] = {wanted} to fit the store, got {tuple(x.shape)}")
-    if rule.weighted and metric is None:
-        raise ValueError("a weighted search needs the error metric of the artifact: got none")
+    if rule.needs_metric and metric is None:
+        raise ValueError("this scale rule needs the error metric of the keys: got none")
     paired = tokens_per_row(head_dim) == 2
     room, stop = min(scale.shape[2], codes.shape[2] * (2 if paired else 1)), start + num_tokens
     if start < 0 or stop > room:

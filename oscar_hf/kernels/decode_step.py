@@ -15,7 +15,7 @@ from ..quantization.packed_rows import tokens_per_row
 from .append import append_rows_reference
 from .encode import center_rows, encode, encode_plan, encode_problem, matrix_strides, rotate
 from .launch import launch_problem, next_power_of_two, on_device, tl, triton
-from .scale_search import _round_to_fp16 as round_to_fp16
+from .scale_search import round_to_fp16
 
 # Slots of a layer's counters on the device, int32: tokens held, tokens packed, programs that have finished (0 between
 # launches), 1 once a step did not fit, and tokens whose codes are already there (counts where it is more than HISTORY).
@@ -292,8 +292,8 @@ def _launch(keys, values, new_keys, new_values, lengths, counters, recent, start
     value_dim, sink, ring = new_values.shape[3], keys.sink.shape[2], keys.ring.shape[2]
     new_keys, new_values = (x if x.stride(3) == 1 else x.contiguous() for x in (new_keys, new_values))
     for side in (keys, values):
-        if side.rule.weighted and side.metric is None:
-            raise ValueError("a weighted search needs the error metric of the artifact: got none")
+        if side.rule.needs_metric and side.metric is None:
+            raise ValueError("this scale rule needs the error metric of the keys: got none")
         if not (side.sink.is_contiguous() and side.ring.is_contiguous()):
             raise ValueError("sink and ring must be contiguous")
     plans, codes = [], []
@@ -342,6 +342,6 @@ def place_problem(keys: Side, values: Side) -> str:
     reason = launch_problem(keys.sink.device)
     for side in (keys, values):
         reason = reason or encode_problem(side.rows.head_dim, side.rows.group_size)
-        if side is values and side.rule.weighted:
-            reason = reason or "the step kernel takes a weighted search for keys only"
+        if side is values and side.rule.needs_metric:
+            reason = reason or "the step kernel takes a scale rule with an error metric for keys only"
     return reason

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
 from ..quantization.quantizer import ScaleRule, check_group_size
+from .feedback import feedback_codes, scale_of_rms
 from .launch import MAX_HEAD_DIM, head_dim_problem, next_power_of_two, tl, triton
 from .scale_search import quantize, scale_of_range, search_at_once, search_in_turn
 
@@ -104,23 +105,15 @@ def _clip_threshold(x, is_channel, CLIP_INDEX: tl.constexpr, BLOCK_T: tl.constex
 
 
 @triton.jit
-def encode(
-    x, metric_ptr, codes_ptr, scale_ptr, min_ptr, targets, is_token, channels, is_channel, stride_mk, stride_mn,
-    stride_cr, stride_st,
+def _codes_of_range(
+    x, metric_ptr, channels, is_channel, stride_mk, stride_mn,
     SYMMETRIC: tl.constexpr, CLIP_INDEX: tl.constexpr, SEARCH: tl.constexpr, WEIGHTED: tl.constexpr,
     LOW_FACTORS: tl.constexpr, HIGH_FACTORS: tl.constexpr, NUM_FACTORS: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
-    WORDS_TILE: tl.constexpr, PAIRED: tl.constexpr, BLOCK_T: tl.constexpr, CANDIDATES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Choose the scales of rotated rows x [BLOCK_T, DIM_TILE], quantize, and store them as tokens `targets` [BLOCK_T].
-
-    Pointers are at the batch row and KV head. The ranges of a search are an axis of the tile if CANDIDATES is more than 1,
-    so that all are tried at once, also for a single token; else they are tried in turn.
-    """
+    """Scale and min [BLOCK_T, GROUPS_TILE], and codes int32 [BLOCK_T, DIM_TILE], of rules that choose a range."""
     DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
-    PADDED: tl.constexpr = DIM_TILE != HEAD_DIM
-
     # The clipped row only sets the range; codes are made of the row itself, and clamp by themselves.
     clipped = x
     if CLIP_INDEX >= 0:
@@ -152,6 +145,41 @@ def encode(
 
     codes = quantize(tl.reshape(x, [BLOCK_T, GROUPS_TILE, GROUP_TILE]), scale[:, :, None], low[:, :, None])
     codes = tl.reshape(codes.to(tl.int32), [BLOCK_T, DIM_TILE])
+    return scale, low, codes
+
+
+@triton.jit
+def encode(
+    x, metric_ptr, codes_ptr, scale_ptr, min_ptr, targets, is_token, channels, is_channel, stride_mk, stride_mn,
+    stride_cr, stride_st,
+    SYMMETRIC: tl.constexpr, CLIP_INDEX: tl.constexpr, SEARCH: tl.constexpr, WEIGHTED: tl.constexpr,
+    LOW_FACTORS: tl.constexpr, HIGH_FACTORS: tl.constexpr, NUM_FACTORS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
+    WORDS_TILE: tl.constexpr, PAIRED: tl.constexpr, BLOCK_T: tl.constexpr, CANDIDATES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Choose the scales of rotated rows x [BLOCK_T, DIM_TILE], quantize, and store them as tokens `targets` [BLOCK_T].
+
+    Pointers are at the batch row and KV head. The ranges of a search are an axis of the tile if CANDIDATES is more than 1,
+    so that all are tried at once, also for a single token; else they are tried in turn.
+    """
+    DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
+    PADDED: tl.constexpr = DIM_TILE != HEAD_DIM
+
+    group_ids = tl.arange(0, GROUPS_TILE)
+    # With feedback there is no search, and the metric is L.
+    if WEIGHTED and not SEARCH:
+        scale = scale_of_rms(x, GROUP_SIZE, GROUP_TILE, GROUPS_TILE, BLOCK_T)
+        codes = feedback_codes(
+            x, scale, metric_ptr, channels, is_channel, stride_mk, stride_mn, GROUP_SIZE, GROUPS, GROUP_TILE,
+            GROUPS_TILE, BLOCK_T,
+        )  # fmt: skip
+    else:
+        scale, low, codes = _codes_of_range(
+            x, metric_ptr, channels, is_channel, stride_mk, stride_mn, SYMMETRIC, CLIP_INDEX, SEARCH, WEIGHTED,
+            LOW_FACTORS, HIGH_FACTORS, NUM_FACTORS, HEAD_DIM, GROUP_SIZE, GROUPS, GROUP_TILE, GROUPS_TILE, BLOCK_T,
+            CANDIDATES, BLOCK_K,
+        )  # fmt: skip
 
     scale_offsets = targets[:, None] * stride_st + group_ids[None, :]
     scale_mask = is_token[:, None] & (group_ids < GROUPS)[None, :]
@@ -193,6 +221,9 @@ def _tile_size(single_token: bool, dim_tile: int, rule: ScaleRule) -> tuple[int,
     if single_token:
         # tl.dot wants 16 rows, here the candidates of a search.
         return 1, 16 if rule.search else 1, 4
+    if rule.feedback:
+        # 16 rows for each warp, or the matrix units of Hopper would spread a row over several.
+        return 64, 1, 4 if dim_tile <= 128 else 8
     if not rule.search:
         return min(64, 4096 // dim_tile), 1, 4
     if not rule.weighted:
@@ -206,6 +237,8 @@ def _tile_size(single_token: bool, dim_tile: int, rule: ScaleRule) -> tuple[int,
 def encode_plan(head_dim: int, group_size: int, symmetric: bool, rule: ScaleRule, single_token: bool) -> dict:
     """The compile-time arguments of the kernel, except whether there is a transform and a mean."""
     check_group_size(head_dim, group_size)
+    if rule.feedback and not symmetric:
+        raise ValueError("the scale rule feedback is for symmetric storage only")
     group_tile, groups_tile = _tile_dims(head_dim, group_size)
     dim_tile = group_tile * groups_tile
     factors = rule.factors() if rule.search else [(1.0, 1.0)]
@@ -219,7 +252,7 @@ def encode_plan(head_dim: int, group_size: int, symmetric: bool, rule: ScaleRule
         "SYMMETRIC": symmetric,
         "CLIP_INDEX": clip_index,
         "SEARCH": rule.search,
-        "WEIGHTED": rule.search and rule.weighted,
+        "WEIGHTED": rule.needs_metric,
         "LOW_FACTORS": tuple(low for low, _ in factors),
         "HIGH_FACTORS": tuple(high for _, high in factors),
         "NUM_FACTORS": len(factors),

@@ -14,7 +14,7 @@ _FP16_MAX = tl.constexpr(quantizer.FP16_MAX)
 
 
 @triton.jit
-def _round_to_fp16(x):
+def round_to_fp16(x):
     """What fp16 will hold of x, float32; saturates."""
     return tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX).to(tl.float16).to(tl.float32)
 
@@ -29,11 +29,11 @@ def quantize(x, scale, low):
 @triton.jit
 def scale_of_range(low, high, SYMMETRIC: tl.constexpr):
     """Scale and min of ranges low..high as fp16 will hold them, for codes must fit the stored numbers."""
-    scale = _round_to_fp16(tl.maximum(tl.div_rn(high - low, _MAX_CODE), _SCALE_FLOOR))
+    scale = round_to_fp16(tl.maximum(tl.div_rn(high - low, _MAX_CODE), _SCALE_FLOOR))
     if SYMMETRIC:
         low = scale * -1.5
     else:
-        low = _round_to_fp16(low)
+        low = round_to_fp16(low)
     return scale, low
 
 
@@ -117,7 +117,7 @@ def search_at_once(
 
 # ------------------------------------------------------------------------------------------------ candidates in turn
 @triton.jit
-def _code_limit(scale, MIDDLE: tl.constexpr, SLACK: tl.constexpr):
+def code_limit(scale, MIDDLE: tl.constexpr, SLACK: tl.constexpr):
     """Smallest float32 d with d / scale at least MIDDLE - SLACK; both products are exact, for scale has 11 bits."""
     slack = scale * SLACK
     limit = scale * MIDDLE - slack
@@ -135,9 +135,9 @@ def _error(groups, scale, low):
     division.
     """
     d = groups - low[:, :, None]
-    codes = (d >= _code_limit(scale, 0.5, 3 * 2.0**-26)[:, :, None]).to(tl.float32)
-    codes += (d >= _code_limit(scale, 1.5, 2.0**-24)[:, :, None]).to(tl.float32)
-    codes += (d >= _code_limit(scale, 2.5, 2.0**-23)[:, :, None]).to(tl.float32)
+    codes = (d >= code_limit(scale, 0.5, 3 * 2.0**-26)[:, :, None]).to(tl.float32)
+    codes += (d >= code_limit(scale, 1.5, 2.0**-24)[:, :, None]).to(tl.float32)
+    codes += (d >= code_limit(scale, 2.5, 2.0**-23)[:, :, None]).to(tl.float32)
     return low[:, :, None] + scale[:, :, None] * codes - groups
 
 
