@@ -37,8 +37,13 @@ def orthogonal(dim, heads=None):
 def make(
     batch=1, heads=4, kv_heads=1, dim=128, group=None, history=150, sink=8, ring=16, recent=None, new=1, capacity=None,
     dtype=torch.float32, symmetric=False, mean=False, per_head=False, start=None, rotate=True, seed=0, query_size=1.0,
+    center=0, offset=1.0,
 ):  # fmt: skip
-    """A store of fresh random content and a query; `recent` slots of the ring are in use (default: all of it)."""
+    """A store of fresh random content and a query; `recent` slots of the ring are in use (default: all of it).
+
+    center: tokens of history that share a center, 0 for none; offset: the size of what all keys, those in the windows too,
+    have in common, where they are centered by blocks.
+    """
     torch.manual_seed(seed)
     group = group or dim
     capacity = capacity or max(64, -(-history // 64) * 64)
@@ -59,19 +64,32 @@ def make(
 
     per = kv_heads if per_head else None
 
-    def side(mean):
+    def side(mean, center=0):
         steps = scale()
         tensors = {"codes": codes(), "scale": steps, "min": low(steps)}
-        packed = PackedRows.of({name: x.to(DEVICE) for name, x in tensors.items() if x is not None}, dim)
+        windows = dict(sink=rows(sink), ring=rows(ring))
+        if center:
+            common = torch.randn(kv_heads, 1, dim) * offset
+            drift = torch.randn(batch, kv_heads, -(-capacity // center), dim) * 0.3
+            # A center that no token in use has must not be read.
+            drift[:, :, -(-history // center) :] = float("nan")
+            tensors["centers"] = (common + drift).half()
+            windows = {name: x + common.to(dtype) for name, x in windows.items()}
+        packed = PackedRows.of({name: x.to(DEVICE) for name, x in tensors.items() if x is not None}, dim, center)
         inverse = orthogonal(dim, per).to(DEVICE).mT if rotate else None
-        center = (torch.randn(kv_heads, dim) * 0.3).to(DEVICE) if mean else None
-        windows = dict(sink=rows(sink).to(DEVICE), ring=rows(ring).to(DEVICE))
-        return side_of(packed, inverse=inverse, mean=center, **windows)
+        constant = (torch.randn(kv_heads, dim) * 0.3).to(DEVICE) if mean else None
+        return side_of(packed, inverse=inverse, mean=constant, **{name: x.to(DEVICE) for name, x in windows.items()})
 
     start = None if start is None else torch.tensor(start, dtype=torch.int32, device=DEVICE)
-    store = DecodeStore(side(mean), side(False), sink + history + recent, history, start)
+    store = DecodeStore(side(mean, center), side(False), sink + history + recent, history, start)
     query = (torch.randn(batch, heads, new, dim) * query_size).to(dtype)
     return query.to(DEVICE), store
+
+
+def by_both(query, store, tuning=None):
+    """Tunings by which the split programs multiply centers themselves, and by which prepare does."""
+    tuning = tuning or choose_tuning(query, store)
+    return [dataclasses.replace(tuning, own_shifts=own) for own in (True, False)]
 
 
 def poisoned(query, store, **call):
@@ -351,6 +369,164 @@ def test_what_the_kernel_does_not_take_is_named():
     query, store = make()
     store.values.rows.min = None
     assert "min" in decode_problem(query, store)
+    assert "at least 32, got 16" in decode_problem(*make(center=16))
+    assert "power of two" in decode_problem(*make(center=96))
+    assert decode_problem(*make(center=32)) == ""
+
+
+# ---------------------------------------------------------------------------------------------- centers of blocks
+
+
+@pytest.mark.parametrize("history", [0, 1, 63, 127, 128, 129, 310])
+@pytest.mark.parametrize("own", [True, False])
+def test_centers_at_odd_lengths(history, own):
+    query, store = make(history=history, center=128, heads=2, symmetric=True, recent=11 if history % 2 else 16)
+    check(query, store, tuning=dataclasses.replace(choose_tuning(query, store), own_shifts=own))
+
+
+@pytest.mark.parametrize("center", [32, 64, 128, 256])
+@pytest.mark.parametrize("dim,heads", [(64, 3), (64, 9), (128, 2), (128, 7), (256, 2)])
+def test_blocks_of_a_center(center, dim, heads):
+    query, store = make(dim=dim, heads=heads, history=291, center=center, symmetric=center > 64)
+    check(query, store, tuning=by_both(query, store)[(dim + center) % 3 % 2])
+
+
+def test_a_block_of_tokens_has_one_center():
+    for center in (32, 64, 128):
+        for few in (True, False):
+            query, store = make(batch=1 if few else 3, kv_heads=1, heads=2, center=center, history=100)
+            assert center % choose_tuning(query, store).tokens == 0
+    tuning = dataclasses.replace(choose_tuning(query, store), block=128)
+    with pytest.raises(ValueError, match="share a center"):
+        decode_attention(query, store, tuning=tuning)
+
+
+@pytest.mark.parametrize("dim,group", [(64, 32), (128, 32), (128, 64), (256, 128)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_centers_and_groups(dim, group, symmetric):
+    check(*make(dim=dim, group=group, heads=2, history=150, symmetric=symmetric, center=64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_centers_of_other_dtypes(dtype):
+    query, store = make(dtype=dtype, history=270, center=128, symmetric=True, batch=2, kv_heads=2, heads=6)
+    for tuning in by_both(query, store):
+        check(query, store, tuning=tuning)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("own", [True, False])
+def test_keys_far_from_zero(dtype, own):
+    # What all keys have in common is 100 times what is left of them without it.
+    query, store = make(dtype=dtype, history=400, center=64, symmetric=True, heads=3, offset=100.0)
+    rows = store.keys.rows
+    rows.scale = rows.scale * 0.5
+    check(query, store, tuning=dataclasses.replace(choose_tuning(query, store), own_shifts=own))
+
+
+def test_centers_that_rise_all_along_the_history():
+    # The running maximum has to follow from block to block, far more than a score's own spread.
+    query, store = make(history=500, heads=2, center=32, symmetric=True)
+    along = torch.linspace(-30, 300, 20, device=DEVICE)[:, None]
+    direction = torch.linalg.pinv(query[0, :, 0].double()).sum(1).float()
+    store.keys.rows.centers[:] = (direction * along)[: store.keys.rows.centers.shape[2]].half()
+    for splits in (1, 3):
+        check(query, store, factor=2, tuning=dataclasses.replace(choose_tuning(query, store), splits=splits))
+
+
+def test_centers_take_the_means_place():
+    query, store = make(history=140, center=64, symmetric=True, mean=True)
+    assert store.keys.mean is not None
+    out = check(query, store)
+    assert torch.equal(out, decode_attention(query, dataclasses.replace(store, keys=without_mean(store.keys))))
+
+
+def without_mean(side):
+    return dataclasses.replace(side, mean=None)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_centers_with_lengths_on_the_device(own):
+    query, store = make(history=200, capacity=320, center=64, symmetric=True)
+    tuning = dataclasses.replace(choose_tuning(query, store), own_shifts=own)
+    expected = decode_attention(query, store, tuning=tuning)
+    counters = torch.tensor([store.length, store.history], dtype=torch.int32, device=DEVICE)
+    store.length, store.history = counters[:1], counters[1:]
+    out = poisoned(query, store, tuning=tuning)
+    assert torch.allclose(out, expected, rtol=1e-4, atol=1e-5)
+    for length, history in ((5, 0), (8 + 65 + 16, 65)):
+        counters[0], counters[1] = length, history
+        check(query, store, tuning=tuning)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("own", [True, False])
+def test_centers_and_padding(dim, own):
+    query, store = make(dim=dim, batch=4, history=200, start=[0, 3, 150, 205], center=64, symmetric=True)
+    check(query, store, tuning=dataclasses.replace(choose_tuning(query, store), own_shifts=own))
+
+
+def test_centers_and_masks():
+    query, store = make(batch=2, new=2, history=150, center=64, symmetric=True)
+    mask = torch.rand(2, 4, 2, store.length, device=DEVICE) > 0.4
+    check(query, store, mask=mask)
+    low = torch.finfo(torch.float32).min
+    check(query, store, mask=torch.randn(mask.shape, device=DEVICE).masked_fill(~mask, low))
+    mask = mask_of([0, 75], store.length, store.length, 2)
+    check(query, store, mask=mask, mask_facts=mask_facts(mask, store.length, 2))
+
+
+def test_centers_under_softcap_and_sink_logits():
+    query, store = make(heads=6, kv_heads=2, history=150, query_size=3.0, center=64, symmetric=True)
+    check(query, store, softcap=5.0)
+    check(query, store, s_aux=torch.randn(6, device=DEVICE) * 3, scale=0.2, factor=2)
+
+
+@pytest.mark.parametrize("heads,new,dim", [(40, 1, 128), (12, 3, 64), (5, 4, 256)])
+@pytest.mark.parametrize("own", [True, False])
+def test_centers_and_chunks_of_columns(heads, new, dim, own):
+    query, store = make(heads=heads, new=new, dim=dim, history=131, center=64, symmetric=True)
+    tuning = dataclasses.replace(choose_tuning(query, store), own_shifts=own)
+    assert heads * new > tuning.columns
+    check(query, store, tuning=tuning)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_centers_and_several_batch_rows_per_program(own):
+    query, store = make(
+        batch=5, heads=8, kv_heads=2, history=200, start=[0, 3, 150, 205, 50], per_head=True, center=32, symmetric=True
+    )
+    rows = dict(prepare_rows=2, merge_rows=4, merge_parts=4, block=16, together=True, own_shifts=own)
+    check(query, store, tuning=dataclasses.replace(choose_tuning(query, store), **rows))
+
+
+def test_many_blocks_of_a_split():
+    # More centers than a program multiplies at a time, in either kernel.
+    query, store = make(history=1300, heads=2, center=32, symmetric=True)
+    tuning = dataclasses.replace(choose_tuning(query, store), splits=2)
+    for each in by_both(query, store, tuning):
+        check(query, store, tuning=each)
+
+
+def test_strided_centers():
+    query, store = make(batch=2, heads=4, kv_heads=2, history=140, center=64, symmetric=True)
+    sides = [side.mapped(lambda x: x.repeat_interleave(2, 0)[::2]) for side in (store.keys, store.values)]
+    assert torch.equal(
+        decode_attention(query, DecodeStore(*sides, store.length, store.history)), decode_attention(query, store)
+    )
+    rows = sides[0].rows
+    rows.centers = rows.centers.mT.contiguous().mT
+    with pytest.raises(ValueError, match="dense rows"):
+        decode_attention(query, DecodeStore(*sides, store.length, store.history))
+
+
+def test_room_for_more_centers():
+    query, store = make(history=200, center=64, symmetric=True, batch=2, heads=4, kv_heads=2)
+    before = decode_attention(query, store)
+    for side in (store.keys, store.values):
+        side.rows.reserve(600)
+    assert store.keys.rows.centers.shape[2] > 4
+    assert torch.equal(decode_attention(query, store), before)
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU only
@@ -367,7 +543,7 @@ def _random_case(seed):
         recent=draw.randint(16, 256), new=draw.choice([1, 1, 1, 2, 7, 16]),
         dtype=draw.choice([torch.bfloat16, torch.float16]), symmetric=draw.random() < 0.3, mean=draw.random() < 0.5,
         per_head=draw.random() < 0.5, start=[draw.randint(0, 300) for _ in range(batch)] if draw.random() < 0.3 else None,
-        seed=seed,
+        seed=seed, center=draw.choice([0, 32, 64, 128, 128, 256]), offset=draw.choice([0.3, 10.0]),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from ..launch import interpreting, next_power_of_two
 from ..launch import on_device as on_device_of
 from .mask_facts import mask_arguments
 from .merge import merge_kernel
-from .prepare import prepare_kernel
+from .prepare import SHIFT_ROWS, prepare_kernel
 from .split import split_kernel
 from .store import DecodeStore
 from .tuning import Tuning, choose_tuning, splits_in_use
@@ -73,6 +73,10 @@ def decode_attention(
     parts = n_window + splits
     grid = max(1, n_window, offset + splits if splits else 0)
     symmetric = keys.min is None
+    center_block = keys.center_block
+    if center_block % t.tokens:
+        raise ValueError(f"blocks of {t.tokens} tokens must divide those of {center_block} that share a center")
+    center_blocks = -(-most // center_block) if center_block else 0
     pair = head_dim == PAIRED_HEAD_DIM
     slice_ = min(t.prepare_slice, head_dim // groups)
 
@@ -80,6 +84,7 @@ def decode_attention(
     operand = t.columns * t.tiles * (16 if pair else head_dim // 8)
     frag = torch.empty(programs * operand * (8 if pair else 8 * t.tiles), dtype=torch.float16, device=device)
     info = torch.empty(programs * (head_dim // slice_ + 2) * t.columns, dtype=torch.float32, device=device)
+    shift = torch.empty(programs * center_blocks * t.columns, dtype=torch.float32, device=device)
     partial = torch.empty(programs * parts * t.columns * head_dim, dtype=torch.float32, device=device)
     max_sum = torch.empty(programs * parts * t.columns * 2, dtype=torch.float32, device=device)
     out = torch.empty(batch, heads, new, head_dim, dtype=query.dtype, device=device)
@@ -101,25 +106,31 @@ def decode_attention(
     if not symmetric:
         _strides(keys.scale, keys.min, "mins")
         _strides(keys.scale, values.min, "mins")
+    center_strides = _strides(keys.centers, None, "centers") if center_block else (0, 0)
+    # tf32 holds queries and centers of 16 bits exactly.
+    shift_precision = "tf32x3" if query.dtype == torch.float32 else "tf32"
+    mean = None if center_block else key.mean
+    shift_tiles = 0 if t.own_shifts else t.prepare_rows * -(-center_blocks // SHIFT_ROWS)
     rotate = value_inverse is not None
     after_prepare = t.pdl and splits > 0
     with on_device_of(device):
         if splits:
-            prepare_kernel[(-(-batch // t.prepare_rows) * kv_heads, chunks, head_dim // slice_)](
-                query, key_query, key.mean, frag, info, *query_strides, _head_stride(key_query),
-                batch, cols, chunks, new, scale,
+            prepare_kernel[(-(-batch // t.prepare_rows) * kv_heads, chunks, head_dim // slice_ + shift_tiles)](
+                query, key_query, mean, keys.centers, frag, info, shift, store.history, *query_strides,
+                _head_stride(key_query), *center_strides, center_blocks, batch, cols, chunks, new, scale,
                 HKV=kv_heads, REP=rep, D=head_dim, NC=t.columns, TILES=t.tiles, RB=t.prepare_rows, SLICE=slice_,
-                ROTATE=key_query is not None, CENTERED=key.mean is not None, PDL=t.pdl,
+                ROTATE=key_query is not None, CENTERED=mean is not None, CENTER_BLOCK=0 if t.own_shifts else center_block,
+                SB=SHIFT_ROWS, ON_DEVICE=on_device, PRECISION=shift_precision, PDL=t.pdl,
                 num_warps=t.prepare_warps,
             )  # fmt: skip
         split_kernel[(batch * kv_heads, grid, chunks)](
-            query, frag, info, keys.codes, keys.scale, keys.scale if symmetric else keys.min,
+            query, frag, info, shift, keys.centers, keys.codes, keys.scale, keys.scale if symmetric else keys.min,
             values.codes, values.scale, values.scale if symmetric else values.min,
             key.sink, value.sink, key.ring, value.ring, store.start, mask, mask_facts,
             partial, max_sum, store.length, store.history,
             *query_strides, *_strides(keys.codes, values.codes, "codes"),
             *_strides(keys.scale, values.scale, "scales"), *_strides(key.sink, value.sink, "sink"),
-            *_strides(key.ring, value.ring, "ring"), *mask_strides, facts_stride,
+            *_strides(key.ring, value.ring, "ring"), *center_strides, center_blocks, *mask_strides, facts_stride,
             sink, ring, n_sink, n_window, t.window, t.ahead, offset, t.splits, t.longest, int(t.alone), parts,
             cols, new, scale, mask_floor, cap,
             HKV=kv_heads, REP=rep, D=head_dim, NG=groups, NC=t.columns, TILES=t.tiles, BT=t.block, STAGES=t.stages,
@@ -127,6 +138,7 @@ def decode_attention(
             STARTS=store.start is not None, CAP=softcap is not None, ON_DEVICE=on_device,
             PRECISION="tf32x3" if query.dtype == torch.float32 else "ieee",
             WIDEN=interpreting(), ASM=t.asm, FINE=query.dtype != torch.bfloat16, PDL=after_prepare, NW=t.warps,
+            CENTER_BLOCK=center_block, OWN_SHIFTS=center_block > 0 and t.own_shifts, SHIFT_PRECISION=shift_precision,
             num_warps=t.warps, num_stages=t.stages, maxnreg=t.registers, launch_pdl=after_prepare,
         )  # fmt: skip
         per_program = min(t.merge_columns, t.columns)

@@ -1,26 +1,71 @@
-"""Prepare: rotate the queries, round them once to fp16 and store them as matrix-unit operands."""
+"""Prepare: rotate the queries, round them once to fp16 and store them as matrix-unit operands; multiply centers of blocks."""
 
 from ..launch import tl, tlx, triton
+from .block_shifts import block_shifts
 from .elements import PAIRED_DIM, Q_UNIT, fragment_offset
 
+# Blocks of history whose shifts a program computes.
+SHIFT_ROWS = 32
 
-@triton.jit(do_not_specialize=["batch", "cols", "chunks"])
+
+# Numbers that change while a sequence grows must not each ask for a compilation of their own.
+@triton.jit(do_not_specialize=["history", "blocks", "batch", "cols", "chunks"])
 def prepare_kernel(
+    q_ptr, kq_ptr, mean_ptr, centers_ptr, frag_ptr, info_ptr, shift_ptr, history,
+    stride_qb, stride_qh, stride_qm, stride_kq, stride_nb, stride_nh, blocks, batch, cols, chunks, new_tokens, q_scale,
+    HKV: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr, RB: tl.constexpr,
+    SLICE: tl.constexpr, ROTATE: tl.constexpr, CENTERED: tl.constexpr, CENTER_BLOCK: tl.constexpr, SB: tl.constexpr,
+    ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch groups * Hkv, chunks, slices + RB * shift tiles): what `_rotated` does, and where the history's blocks have
+    centers the shifts of SB blocks of one batch row, shift: fp32 [B * Hkv, chunks, blocks, NC].
+    """
+    if PDL:
+        tlx.gdc_launch_dependents()
+    if CENTER_BLOCK == 0:
+        _rotated(
+            q_ptr, kq_ptr, mean_ptr, frag_ptr, info_ptr, stride_qb, stride_qh, stride_qm, stride_kq, batch, cols, chunks,
+            new_tokens, q_scale, HKV, REP, D, NC, TILES, RB, SLICE, ROTATE, CENTERED,
+        )  # fmt: skip
+    else:
+        tile = tl.program_id(2) - D // SLICE
+        if tile < 0:
+            _rotated(
+                q_ptr, kq_ptr, mean_ptr, frag_ptr, info_ptr, stride_qb, stride_qh, stride_qm, stride_kq, batch, cols,
+                chunks, new_tokens, q_scale, HKV, REP, D, NC, TILES, RB, SLICE, ROTATE, CENTERED,
+            )  # fmt: skip
+        else:
+            # Room for more than the history costs a program that leaves at once.
+            h = tl.load(history) if ON_DEVICE else history
+            hk = tl.program_id(0) % HKV
+            b = tl.program_id(0) // HKV * RB + tile % RB
+            first = tile // RB * SB
+            last = tl.minimum(first + SB, (h + CENTER_BLOCK - 1) // CENTER_BLOCK)
+            if (first < last) & (b < batch):
+                query = ((b * HKV + hk) * chunks + tl.program_id(1)).to(tl.int64)
+                block_shifts(
+                    q_ptr + b.to(tl.int64) * stride_qb,
+                    centers_ptr + b.to(tl.int64) * stride_nb + hk.to(tl.int64) * stride_nh,
+                    shift_ptr + query * blocks * NC, stride_qh, stride_qm, first, last,
+                    tl.program_id(1) * NC, cols, new_tokens, hk * REP, q_scale, D, NC, SB, 1, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def _rotated(
     q_ptr, kq_ptr, mean_ptr, frag_ptr, info_ptr,
     stride_qb, stride_qh, stride_qm, stride_kq, batch, cols, chunks, new_tokens, q_scale,
     HKV: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr, RB: tl.constexpr,
-    SLICE: tl.constexpr, ROTATE: tl.constexpr, CENTERED: tl.constexpr, PDL: tl.constexpr,
+    SLICE: tl.constexpr, ROTATE: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """Rotated channels slice * SLICE.. of the queries of RB batch rows, one KV head and chunk.
 
-    Column c = head * new_tokens + token. Grid (batch groups * Hkv, chunks, slices).
+    Column c = head * new_tokens + token.
     frag: fp16 [B * Hkv, chunks, operands, W * N], in matrix-unit order, N = TILES * NC columns. Operand i < 8 is
     crumb i's, times 4^-e; with two tiles, 8 + i is the same for the right tile. The other tile's columns are zero.
     (D = 64: crumbs 0-3 are the left tile's and 4-7 the right tile's, so there are 8 operands.)
     info: fp32 [B * Hkv, chunks, D / SLICE + 2, NC]: sum(q) per slice, shift q.mu, factor of raw scores; in log2 units
     """
-    if PDL:
-        tlx.gdc_launch_dependents()
     W: tl.constexpr = 16 if D == PAIRED_DIM else D // 8
     R: tl.constexpr = RB * NC
     h = tl.program_id(0) % HKV

@@ -1,10 +1,14 @@
 """Split: one warp per KV head and split reads codes; also, or alone, a piece of the sink or of the ring."""
 
 from ..launch import tl, tlx, triton
+from .block_shifts import block_shifts
 from .elements import PAIRED_DIM, fetch
 from .split_history import attend_history
 from .split_windows import attend_window
 from .tuning import history_splits
+
+# Blocks of history whose shifts a program computes at a time.
+SHIFT_ROWS = tl.constexpr(16)
 
 
 @triton.jit
@@ -28,18 +32,26 @@ def _ahead(
             fetch(vm_ptr + ahead)
 
 
+@triton.jit
+def _ahead_centers(centers_ptr, first, last, D: tl.constexpr, NW: tl.constexpr):
+    """Fetch the centers of blocks first..last-1 to L2."""
+    LINE: tl.constexpr = 64
+    for at in range(first * D, last * D, NW * 32 * LINE):
+        fetch(centers_ptr + tl.minimum(at + tl.arange(0, NW * 32) * LINE, last * D - 1))
+
+
 # Numbers that change while a sequence grows must not each ask for a compilation of their own.
 @triton.jit(
     do_not_specialize=[
         "length", "history", "n_sink", "n_window", "window", "ahead", "offset", "limit", "longest", "alone",
-        "parts", "cols", "stride_mb", "stride_mh", "stride_mm",
+        "parts", "blocks", "cols", "stride_mb", "stride_mh", "stride_mm",
     ]
 )  # fmt: skip
 def split_kernel(
-    q_ptr, frag_ptr, info_ptr, kc_ptr, ks_ptr, km_ptr, vc_ptr, vs_ptr, vm_ptr,
+    q_ptr, frag_ptr, info_ptr, shift_ptr, centers_ptr, kc_ptr, ks_ptr, km_ptr, vc_ptr, vs_ptr, vm_ptr,
     sink_k_ptr, sink_v_ptr, ring_k_ptr, ring_v_ptr, start_ptr, mask_ptr, facts_ptr, o_ptr, ml_ptr,
     length, history, stride_qb, stride_qh, stride_qm,
-    stride_cb, stride_ch, stride_sb, stride_sh, stride_kb, stride_kh, stride_rb, stride_rh,
+    stride_cb, stride_ch, stride_sb, stride_sh, stride_kb, stride_kh, stride_rb, stride_rh, stride_nb, stride_nh, blocks,
     stride_mb, stride_mh, stride_mm, stride_mn, stride_fb,
     sink, ring, n_sink, n_window, window, ahead, offset, limit, longest, alone, parts,
     cols, new_tokens, scale, mask_floor, cap,
@@ -47,7 +59,7 @@ def split_kernel(
     BT: tl.constexpr, STAGES: tl.constexpr, WB: tl.constexpr, SLICE: tl.constexpr, SYM: tl.constexpr,
     MASK: tl.constexpr, FACTS: tl.constexpr, STARTS: tl.constexpr, CAP: tl.constexpr, ON_DEVICE: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, FINE: tl.constexpr, PDL: tl.constexpr,
-    NW: tl.constexpr,
+    NW: tl.constexpr, CENTER_BLOCK: tl.constexpr, OWN_SHIFTS: tl.constexpr, SHIFT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * Hkv, programs, chunks). Program i takes window piece i and history split i - offset, where they exist.
 
@@ -101,6 +113,13 @@ def split_kernel(
                 kc_ptr + codes, ks_ptr + scales, km_ptr + scales, vc_ptr + codes, vs_ptr + scales, vm_ptr + scales,
                 begin, tl.where(in_history, fetched, begin), D, NG, NW, SYM,
             )  # fmt: skip
+        if OWN_SHIFTS:
+            centers_ptr += b * stride_nb + hk * stride_nh
+            first_block = begin // CENTER_BLOCK
+            last_block = (tl.minimum(end, h) + CENTER_BLOCK - 1) // CENTER_BLOCK
+            last_block = tl.where(in_history, last_block, first_block)
+            if PDL:
+                _ahead_centers(centers_ptr, first_block, last_block, D, NW)
         if part < n_sink:
             at = b * stride_kb + hk * stride_kh
             first = part * window
@@ -123,6 +142,16 @@ def split_kernel(
                 chunk * NC, cols, new_tokens, rep_head, scale, stride_mh, stride_mm, stride_mn, mask_floor, cap,
                 True, D, NC, WB, STARTS or FACTS, MASK, CAP, PRECISION, WIDEN,
             )  # fmt: skip
+        if OWN_SHIFTS:
+            # Queries as they were given will do, so that the wait for the rotated ones hides this.
+            if in_history:
+                block_shifts(
+                    q_ptr + b * stride_qb, centers_ptr, shift_ptr + query * blocks * NC, stride_qh, stride_qm, first_block,
+                    last_block, chunk * NC, cols, new_tokens, rep_head, scale,
+                    D, NC, SHIFT_ROWS, 2, SHIFT_PRECISION,
+                )  # fmt: skip
+            # Other lanes read what one stored.
+            tl.debug_barrier()
         if PDL:
             # The history's split needs the rotated queries; a program without one waits too, so that whatever waits for
             # this kernel has also waited for the one before.
@@ -130,10 +159,10 @@ def split_kernel(
         if in_history:
             attend_history(
                 frag_ptr + query * ((128 if D == PAIRED_DIM else D * TILES) * NC * TILES),
-                info_ptr + query * ((D // SLICE + 2) * NC),
+                info_ptr + query * ((D // SLICE + 2) * NC), shift_ptr + query * blocks * NC,
                 kc_ptr + codes, ks_ptr + scales, km_ptr + scales, vc_ptr + codes, vs_ptr + scales, vm_ptr + scales,
                 mask_ptr, o_ptr + (n_window + split) * (NC * D), ml_ptr + (n_window + split) * (2 * NC),
                 h, low, reads, sink, begin, end, chunk * NC,
                 cols, new_tokens, rep_head, stride_mh, stride_mm, stride_mn, mask_floor, cap,
-                D, NG, NC, TILES, NW, BT, STAGES, SLICE, SYM, MASK, STARTS or FACTS, CAP, ASM, FINE,
+                D, NG, NC, TILES, NW, BT, STAGES, SLICE, SYM, MASK, STARTS or FACTS, CAP, ASM, FINE, CENTER_BLOCK,
             )  # fmt: skip

@@ -177,14 +177,16 @@ def _accumulate(
 
 @triton.jit
 def attend_history(
-    frag_ptr, info_ptr, kc_ptr, ks_ptr, km_ptr, vc_ptr, vs_ptr, vm_ptr, mask_ptr, o_ptr, ml_ptr,
+    frag_ptr, info_ptr, shift_ptr, kc_ptr, ks_ptr, km_ptr, vc_ptr, vs_ptr, vm_ptr, mask_ptr, o_ptr, ml_ptr,
     h, low, reads, sink, begin, end, column, cols, new_tokens, rep_head,
     stride_mh, stride_mm, stride_mn, mask_floor, cap,
     D: tl.constexpr, NG: tl.constexpr, NC: tl.constexpr, TILES: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr,
     STAGES: tl.constexpr, SLICE: tl.constexpr, SYM: tl.constexpr, MASK: tl.constexpr, LOW: tl.constexpr,
-    CAP: tl.constexpr, ASM: tl.constexpr, FINE: tl.constexpr,
+    CAP: tl.constexpr, ASM: tl.constexpr, FINE: tl.constexpr, CENTER_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Blocks begin..end of one KV head's history; pointers are at that head. Writes o [NC, D] (rotated basis), m, l.
+
+    shift [.., NC] has a row for every CENTER_BLOCK tokens; without them (0) one shift, a row of info, serves all.
 
     low: first entry that may be seen, if LOW; reads: whether a mask must be read element by element.
     """
@@ -218,7 +220,12 @@ def attend_history(
         for i in tl.static_range(1, SLICES // NG):
             total += tl.load(info_ptr + (group * (SLICES // NG) + i) * NC + col % NC)
         qsum = qsum + (total,)
-    shift = tl.load(info_ptr + SLICES * NC + col % NC)
+    if CENTER_BLOCK:
+        # A block of tokens lies in one block that has a center. Its shift is loaded a round ahead.
+        shift_ptr += col % NC
+        shift = tl.load(shift_ptr + tl.minimum(clean, h - 1) // CENTER_BLOCK * NC)
+    else:
+        shift = tl.load(info_ptr + SLICES * NC + col % NC)
     factor = tl.load(info_ptr + (SLICES + 1) * NC)
     oa = ()
     ob = ()
@@ -235,6 +242,8 @@ def attend_history(
 
     for n0 in tl.range(clean, clean_end, BLOCK, num_stages=STAGES):
         base = shift if CAP else shift - m_ref
+        if CENTER_BLOCK:
+            shift = tl.load(shift_ptr + tl.minimum(n0 + BLOCK, h - 1) // CENTER_BLOCK * NC)
         x = _scores(
             kc_ptr, ks_ptr, km_ptr, n0, h, qa, qb, qsum, factor, base, D, NG, NC, TILES, NW, BT, SYM, False, ASM
         )
@@ -267,6 +276,8 @@ def attend_history(
             n0 = at_block
             if LOW:
                 n0 -= tl.where(at_block < clean_end, clean_end - clean, 0)
+            if CENTER_BLOCK:
+                shift = tl.load(shift_ptr + n0 // CENTER_BLOCK * NC)
             x = _scores(
                 kc_ptr, ks_ptr, km_ptr, n0, h, qa, qb, qsum, factor, shift, D, NG, NC, TILES, NW, BT, SYM, True, ASM
             )

@@ -8,6 +8,8 @@ from ...quantization.kv_side import Side
 from ..launch import DECODE_MIN_TRITON, HAS_TRITON, interpreting, triton_problem
 
 MAX_NEW_TOKENS = 16
+# A block of tokens that the kernel takes at once lies in one block that has a center.
+MIN_CENTER_BLOCK = 32
 
 
 @dataclasses.dataclass
@@ -44,4 +46,10 @@ def decode_problem(query: Tensor, store: DecodeStore) -> str:
         return f"the decode kernel takes 1, 2 or 4 groups per row, keys and values alike, got {groups}"
     if (store.keys.rows.min is None) != (store.values.rows.min is None):
         return "the decode kernel takes keys and values both with or both without min"
+    block = store.keys.center_block
+    if block and (block < MIN_CENTER_BLOCK or block & (block - 1)):
+        return (
+            f"the decode kernel takes keys centered by blocks of a power of two tokens, at least {MIN_CENTER_BLOCK}, "
+            f"got {block}"
+        )
     return ""

@@ -37,6 +37,7 @@ class Tuning:
     alone: bool = False  # a last, partial block is a split of its own
     prepare_rows: int = 1  # batch rows per prepare program
     merge_rows: int = 1  # batch rows per merge program
+    own_shifts: bool = True  # a split program multiplies its blocks' centers itself; else programs of prepare do
 
     @property
     def tokens(self) -> int:
@@ -128,8 +129,12 @@ def choose_tuning(query: Tensor, store: DecodeStore) -> Tuning:
     else:
         parts = 32 if splits > 32 and head_dim < 256 else 16
         merge = dict(merge_columns=2, merge_parts=parts, merge_slice=min(8192 // head_dim, head_dim))
+    block = 64 if small and not few else 32
+    if store.keys.center_block:
+        # A block of tokens has one center.
+        block = min(block, store.keys.center_block // tiles)
     return Tuning(
-        columns=columns, tiles=tiles, block=64 if small and not few else 32, warps=1, stages=3, splits=splits,
+        columns=columns, tiles=tiles, block=block, warps=1, stages=3, splits=splits,
         # Fetching further ahead than the wait for the queries delays the first loads.
         window=window, together=not few, alone=few, ahead=128 if few else 256,
         prepare_rows=rows if programs >= sms or head_dim * columns >= 1024 else 1,
