@@ -328,8 +328,10 @@ def test_prefill_problems_are_rows(job, monkeypatch, capsys):
 
 # ------------------------------------------------------------------------------------------------------ kernel
 def test_bytes_count_codes_scales_and_windows():
-    # 72 bytes per history token and KV head at D = G = 128: 32 + 32 of codes, 8 of scale and min.
-    assert packed_bytes(Row(1, 1320)) == 8 * (1000 * 72 + 320 * 512)
+    # 72 bytes per history token and KV head at D = G = 128 in the former storage: 32 + 32 of codes, 8 of scale and min.
+    assert packed_bytes(Row(1, 1320, former=True)) == 8 * (1000 * 72 + 320 * 512)
+    # No min, and a center of 256 bytes for each 128 tokens.
+    assert packed_bytes(Row(1, 1320)) == 8 * (1000 * 68 + 8 * 256 + 320 * 512)
     assert "32768" in ROWS[0].name
 
 

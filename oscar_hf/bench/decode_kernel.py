@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..artifact.config import OscarConfig
+from ..artifact.config import KEY_BLOCK, OscarConfig
 from ..errors import OscarError
 from ..kernels.decode import DecodeStore, decode_attention, decode_problem
 from ..kernels.decode.reference import decode_attention_reference
@@ -27,7 +27,8 @@ class Row:
     """One shape of the table: batch, tokens, query heads, KV heads, head dim, group size.
 
     capacity: packed tokens that a static cache has room for, its lengths on the device; 0 for a growing cache. folded: the
-    value rotation is folded into the model (`fold_value_rotation`).
+    value rotation is folded into the model (`fold_value_rotation`). former: the storage of format 1, with minima and one mean
+    of all keys in place of symmetric rows and a center for each block of keys.
     """
 
     batch: int
@@ -38,13 +39,15 @@ class Row:
     group_size: int = 128
     capacity: int = 0
     folded: bool = False
+    former: bool = False
 
     @property
     def name(self) -> str:
         """Short name for the table."""
         heads = f"Hq {self.query_heads}, Hkv {self.kv_heads}, D {self.head_dim}, G {self.group_size}"
         room = f", room for {self.capacity}" if self.capacity else ""
-        return f"{self.batch} x {self.tokens}, {heads}{room}{', folded values' if self.folded else ''}"
+        kind = f"{', folded values' if self.folded else ''}{', former storage' if self.former else ''}"
+        return f"{self.batch} x {self.tokens}, {heads}{room}{kind}"
 
 
 ROWS = [
@@ -60,6 +63,9 @@ ROWS = [
     # A static cache must not pay for the room that it does not use.
     Row(1, 4096, capacity=8192),
     Row(1, 4096, capacity=131072),
+    # What minima and one mean of all keys cost, to compare with rows 1 and 4.
+    Row(1, 32768, former=True),
+    Row(32, 32768, former=True),
     Row(1, 32768, folded=True),
     Row(8, 102400, folded=True),
 ]
@@ -88,7 +94,10 @@ def choose_rows(names: list[str]) -> list[Row]:
 
 
 def random_store(row: Row, seed: int, device: str = "cuda") -> tuple[torch.Tensor, DecodeStore]:
-    """A BF16 query [B, Hq, 1, D] and a store of random codes, scales, windows and rotations on a device."""
+    """A BF16 query [B, Hq, 1, D] and a store of random codes, scales, centers, windows and rotations on a device.
+
+    Keys centered by blocks have a part in common that is three times what is left of one without it.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     history, dim = row.tokens - SINK - RECENT, row.head_dim
     if history < 1:
@@ -97,12 +106,17 @@ def random_store(row: Row, seed: int, device: str = "cuda") -> tuple[torch.Tenso
     def normal(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
 
-    def rows():
+    def rows(center_block=0):
         capacity = row.capacity or -(-history // 64) * 64
-        packed = PackedRows(row.batch, row.kv_heads, dim, row.group_size, False, device, capacity)
+        packed = PackedRows(
+            row.batch, row.kv_heads, dim, row.group_size, not row.former, device, capacity, center_block
+        )
         packed.codes.random_(-(1 << 15), (1 << 15) - 1, generator=generator)
         packed.scale.copy_(torch.rand(packed.scale.shape, device=device, generator=generator) * 0.6 + 0.5)
-        packed.min.copy_(-1.5 * packed.scale + 0.2 * normal(*packed.min.shape, dtype=torch.float16))
+        if packed.min is not None:
+            packed.min.copy_(-1.5 * packed.scale + 0.2 * normal(*packed.min.shape, dtype=torch.float16))
+        if packed.centers is not None:
+            packed.centers.copy_(common + 0.3 * normal(*packed.centers.shape, dtype=torch.float16))
         return packed
 
     def window(tokens):
@@ -114,10 +128,15 @@ def random_store(row: Row, seed: int, device: str = "cuda") -> tuple[torch.Tenso
     def length(tokens):
         return torch.tensor([tokens], dtype=torch.int32, device=device) if row.capacity else tokens
 
-    form = SideFormat(dim, row.group_size, symmetric=False, rule=ScaleRule())
+    form = SideFormat(dim, row.group_size, not row.former, ScaleRule())
     windows = [{"sink": window(SINK), "ring": window(RECENT)} for _ in "kv"]
-    mean = 0.1 * normal(row.kv_heads, dim, dtype=torch.float32)
-    keys = Side(form, rows(), inverse=rotation().mT, mean=mean, **windows[0])
+    common = mean = None
+    if row.former:
+        mean = 0.1 * normal(row.kv_heads, dim, dtype=torch.float32)
+    else:
+        common = 3 * normal(row.kv_heads, 1, dim)
+        windows[0] = {name: keys + common for name, keys in windows[0].items()}
+    keys = Side(form, rows(0 if row.former else KEY_BLOCK), inverse=rotation().mT, mean=mean, **windows[0])
     values = Side(form, rows(), inverse=None if row.folded else rotation(), **windows[1])
     store = DecodeStore(keys, values, length(row.tokens), length(history))
     return normal(row.batch, row.query_heads, 1, dim), store
@@ -125,9 +144,11 @@ def random_store(row: Row, seed: int, device: str = "cuda") -> tuple[torch.Tenso
 
 def packed_bytes(row: Row) -> int:
     """Bytes that decode attention must read at least."""
-    per_token = 2 * (row.head_dim // 4 + 4 * row.head_dim // row.group_size)
+    history = row.tokens - SINK - RECENT
+    per_token = 2 * (row.head_dim // 4 + (4 if row.former else 2) * row.head_dim // row.group_size)
+    centers = 0 if row.former else -(-history // KEY_BLOCK) * 2 * row.head_dim
     exact = (SINK + RECENT) * 2 * row.head_dim * 2
-    return row.batch * row.kv_heads * ((row.tokens - SINK - RECENT) * per_token + exact)
+    return row.batch * row.kv_heads * (history * per_token + centers + exact)
 
 
 def relative_error(query: torch.Tensor, store: DecodeStore) -> float:
