@@ -7,12 +7,19 @@ import argparse
 import sys
 
 from .. import __version__, defaults
-from ..artifact.recipes import RECIPES, VALUE_TARGETS
+from ..artifact.recipes import DATA_FREE_TRANSFORMS, RECIPES, VALUE_TARGETS
 from ..bench.command import add_commands
 from ..bench.report import write_json
 from ..checks import at_least
 from ..errors import OscarError
+from . import retrieval
 from .loading import DTYPES, load_model, writable_file, writable_folder
+
+DATA_FREE_RECIPES = [
+    name
+    for name, parts in RECIPES.items()
+    if {parts["key_transform"], parts["value_transform"]} <= set(DATA_FREE_TRANSFORMS)
+]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,11 +101,19 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON, too")
     plan.set_defaults(run=_plan)
 
-    evaluate = commands.add_parser("eval", help="compare artifacts on a model: KL divergence from the exact cache")
+    evaluate = commands.add_parser(
+        "eval", help="compare artifacts on a model: KL divergence from the exact cache, or retrieval in long prompts"
+    )
     _model_arguments(evaluate)
-    evaluate.add_argument("--artifact", nargs="+", required=True, metavar="A", help="folders or Hub repository ids")
+    evaluate.add_argument("--artifact", nargs="+", default=[], metavar="A", help="folders or Hub repository ids")
     evaluate.add_argument("--subfolder", help="folder inside the repository of each artifact")
-    evaluate.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text not used to calibrate")
+    evaluate.add_argument(
+        "--recipe", nargs="+", default=[], choices=DATA_FREE_RECIPES, metavar="R",
+        help=f"recipes that need no artifact: {', '.join(DATA_FREE_RECIPES)} (default where no artifact is given: default)",
+    )  # fmt: skip
+    evaluate.add_argument(
+        "--text", nargs="+", metavar="FILE", help="UTF-8 text not used to calibrate; only --tasks can do without"
+    )
     evaluate.add_argument(
         "--context", type=at_least(4), default=defaults.EVALUATION_CONTEXT,
         help="tokens per sequence (default: %(default)s)",
@@ -112,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=at_least(0), default=0, help="shifts the sequences within the text (default: 0)"
     )
     evaluate.add_argument("--json", metavar="FILE", help="write the results as JSON, too")
+    retrieval.add_arguments(evaluate)
     evaluate.set_defaults(run=_evaluate)
 
     add_commands(commands.add_parser("bench", help="speed and memory on a CUDA GPU"), run=_bench)
@@ -192,7 +208,15 @@ def _evaluate(args) -> int:
     from .. import Artifact, evaluate
     from ..calibration.text import read_texts, token_sequences
 
+    if not args.tasks and not args.text:
+        raise OscarError(
+            "eval needs --text FILE, text that was not used to calibrate, or --tasks retrieval, which needs none"
+        )
     artifacts = {name: Artifact.load(name, subfolder=args.subfolder) for name in args.artifact}
+    recipes = args.recipe if artifacts else args.recipe or ["default"]
+    artifacts |= {f"recipe {name}": Artifact.data_free(name) for name in recipes}
+    if args.tasks:
+        return _finish(retrieval.run(args, artifacts, _load), args.json)
     text, source = read_texts(args.text)
     model, tokenizer = _load(args)
     sequences = token_sequences(
