@@ -16,6 +16,8 @@ batch 8 and 32 memory does):
   tokens share the 8 columns: the left tile meets [q | 0], the right one [0 | q], so no lane computes softmax for padding.
 * The running maximum is lazy: a block is exponentiated against the old reference, and only when its row sums pass
   `LIMIT` is the reference raised and everything rescaled. Results do not depend on when that happens, up to rounding.
+* Keys are stored without the center of their block (`block_shifts`): q.center, one number per block of 128 tokens and query,
+  joins the scores where a mean of all keys would. It needs no rotation, so the wait for the rotated queries hides it.
 * Bounds, padding and masks cost only the blocks where they bite: whole, visible blocks run in a loop that knows of none.
 
 `reference.decode_attention_reference` specifies it all in plain PyTorch. `attend` launches the three kernels, each in a file of

@@ -16,7 +16,8 @@ MIN_CENTER_BLOCK = 32
 class DecodeStore:
     """One layer's cache as `decode_attention` reads it.
 
-    keys, values: the two sides, both symmetric or both not, with windows; length: slots in use, new tokens of the call included;
+    keys, values: the two sides, both symmetric or both not, with windows; keys with or without centers of blocks, in whose place
+    they may have a mean; length: slots in use, new tokens of the call included;
     history: how many are quantized (slots S..S+history-1 with S the size of the sink). Both are ints, or both int32 tensors of
     one element on the device. start: int32 [B] first real slot of each row (left padding), or None for zeros.
     """
