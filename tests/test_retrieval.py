@@ -141,7 +141,8 @@ def test_variables_hold_what_is_asked_for():
 @pytest.mark.parametrize("length", [LENGTH, 8000])
 def test_common_words_are_common(length):
     (context,) = contexts("words", count=1, length=length)
-    words = re.findall(r"\d+\. ([a-z]+)(?= )", decoded(context.ids))
+    _, _, listed = decoded(context.ids).partition("Here is the list.")
+    words = re.findall(r"\d+\. ([a-z]+)(?= )", listed)
     counts = {word: words.count(word) for word in set(words)}
     common = context.questions[0].expected
     least = min(counts[word] for word in common)
@@ -373,7 +374,8 @@ def test_command_line(folder, tmp_path, capsys):
     common = ["eval", str(folder), "--device", "cpu", "--samples", "2", "--questions", "2"]
     arguments = ["--tasks", "single,words", "--lengths", "800", "1000", "--recipe", "hadamard", "--json", str(report)]
     assert main([*common, *arguments]) == 0
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
+    assert "single, 800 tokens, 1 contexts: exact " in told
     assert "| task | tokens | cache | contexts | samples | float32 | packed | difference | 95% interval |" in out
     assert "| single | 800 | recipe hadamard | 1 | 2 |" in out and "| mean | 1000 |" in out
     assert "| needles at depth | tokens | needles | float32 | recipe hadamard |" in out and "Austen" in out

@@ -81,7 +81,7 @@ def retrieve(
     questions: int = 4,
     batch: int = 1,
     seed: int = 0,
-    progress: Callable[[int], object] = lambda contexts: None,
+    progress: Callable[[list[Sample]], object] = lambda samples: None,
 ) -> list[Sample]:
     """Ask a model for what is hidden in long contexts, with the exact cache and with an OscarCache of each artifact.
 
@@ -97,7 +97,7 @@ def retrieve(
         batch (`int`, defaults to 1):
             Contexts read at a time. Faster, but recipes that learn from the prompt then learn from all of these together.
         seed (`int`, defaults to 0): Another seed, other prompts.
-        progress (`Callable`, *optional*): Called with the number of contexts that are done.
+        progress (`Callable`, *optional*): Called with the samples of each batch when it is answered.
 
     Returns:
         `list[Sample]`: Each question with the answers of all caches, the exact one under the name `EXACT`.
@@ -135,8 +135,13 @@ def retrieve(
             for sample, answer in zip(own, answers):
                 sample.answers[name] = answer
         found += own
-        progress(len(contexts))
+        progress(own)
     return found
+
+
+def mean_score(samples: list[Sample], cache: str) -> float:
+    """Percent of the expected strings that a cache's answers hold, each sample of equal weight."""
+    return 100 * (sum(sample.score(cache) for sample in samples) / len(samples))
 
 
 def _maker(model: PreTrainedModel, artifact: Artifact) -> Callable[[], Cache]:
@@ -293,7 +298,7 @@ def scores(samples: list[Sample]) -> list[Score]:
                 center, spread = paired_interval(
                     [one.score(cache) - one.score(EXACT) for one in own], [one.context for one in own]
                 )
-                exact, packed = (100 * sum(one.score(name) for one in own) / len(own) for name in (EXACT, cache))
+                exact, packed = mean_score(own, EXACT), mean_score(own, cache)
                 contexts = len({one.context for one in own})
                 rows.append(_score(task, length, cache, contexts, len(own), exact, packed, center, spread))
                 spreads.append((center, spread))

@@ -45,6 +45,8 @@ _CHAIN_INTRO = (
 _LIST_INTRO = (
     "Below is a numbered list of words. Some of them occur far more often than the others. Keep in mind which: after the list "
     "you will be asked for them.\n\n"
+    "A short example. 1. kiwi 2. yak 3. lemur 4. kiwi 5. lemur 6. okapi 7. lemur 8. kiwi. What are the 2 most common words of the "
+    "list? The 2 most common words of the list are: kiwi, lemur.\n\nHere is the list.\n\n"
 )
 
 
@@ -191,7 +193,7 @@ TASKS = {
     "multikey": Task("one of several needles of a kind", 48, _multikey),
     "multivalue": Task("all four values of a key", 96, _multivalue),
     "multiquery": Task("the values of four keys", 96, _multiquery),
-    "variables": Task("all five variables of a chain of assignments", 48, _variables),
+    "variables": Task("all five variables of a chain of assignments", 64, _variables),
     "words": Task("the ten most common words of a list", 120, _words),
 }
 

@@ -1,6 +1,7 @@
 """`oscar-hf eval --tasks retrieval`: the arguments, and the tables of scores. Imports torch only once it runs."""
 
 import argparse
+import sys
 
 from ..calibration.retrieval_tasks import TASKS
 from ..checks import at_least
@@ -80,7 +81,7 @@ def run(args, artifacts: dict, load) -> dict:
     with tqdm(total=contexts * len(tasks) * len(lengths), desc="answering", unit="context") as bar:
         samples = retrieval.retrieve(
             model, tokenizer, artifacts, text, tasks, lengths, samples=args.samples, questions=args.questions,
-            batch=args.batch, seed=args.seed, progress=bar.update,
+            batch=args.batch, seed=args.seed, progress=lambda done: _tell(bar, done, retrieval.mean_score),
         )  # fmt: skip
     rows, depths = retrieval.scores(samples), retrieval.by_depth(samples)
     _print(rows, depths, list(artifacts), str(model.dtype).removeprefix("torch."))
@@ -98,6 +99,14 @@ def run(args, artifacts: dict, load) -> dict:
         "dtype": str(model.dtype),
         **{name: getattr(args, name) for name in ("model", "questions", "batch", "seed")},
     }
+
+
+def _tell(bar, done: list, mean_score) -> None:
+    """A line for a batch, so that a run that is cut short has shown something."""
+    found = ", ".join(f"{name} {mean_score(done, name):.1f}" for name in done[0].answers)
+    contexts = len({sample.context for sample in done})
+    bar.write(f"{done[0].task}, {done[0].length} tokens, {contexts} contexts: {found}", file=sys.stderr)
+    bar.update(contexts)
 
 
 def _print(rows: list, depths: list[dict], caches: list[str], exact: str) -> None:
