@@ -99,13 +99,13 @@ def _packed(
 ) -> Tensor | None:
     """Packed attention, [B, Hq, M, Dv]; None sends the call, handles and all, to the original function."""
     view, new = key.source, query.shape[2]
-    if not query.shape[1] % view.kv_heads:
-        view.see_queries(query)
     causal = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if flash:
-        # The original never shows the mask to the handles, so it is shown here, whoever does the attention.
+        # The original never shows the mask and the queries to the handles, so they are shown here, whoever does the attention.
         view.observe(mask=None if mask is None else mask[:, None, None, :].bool())
+        if not query.shape[1] % view.kv_heads:
+            view.see_queries(query)
     # Over a prompt the view holds exact tensors: flash attention's own kernel is best, and sdpa knows its causal rule.
     plain = key.form is Form.HEADS and value.form is Form.HEADS
     if view.dense_is_free or view is not value.source or not plain:
@@ -123,6 +123,7 @@ def _packed(
         return None
     else:
         view.observe(mask=mask)
+        view.see_queries(query)
         causal = False
     return view.attend(query, mask, causal, options.get("scaling"), key.repeat)
 

@@ -76,6 +76,8 @@ class CallView(_StoreView):
     def __init__(self, store: LayerStore, masks: MaskMemory, layer: int, keys: Tensor, values: Tensor):
         super().__init__(store, masks, layer, keys, values)
         self.exact = None if store.held else (keys, values)
+        # Queries that came before the mask, as in eager attention, which shows its weights last.
+        self.is_observed, self.early_queries = False, []
 
     def open(self) -> None:
         """The store has taken the call's tokens: what it holds now is what this view is of."""
@@ -106,11 +108,19 @@ class CallView(_StoreView):
                     "this attention mask shows tokens that the first mask hid, and those were taken for padding and dropped: "
                     "use the same mask from the first call on, or a new cache"
                 )
+        self.is_observed = True
+        queries, self.early_queries = self.early_queries, []
+        for query in queries:
+            self.see_queries(query)
 
     def see_queries(self, query: Tensor) -> None:
-        """The store may learn from them."""
-        if self.version == self.store.version:
+        """The store may learn from them, once it is known which of them are padding."""
+        if self.version != self.store.version:
+            return
+        if self.is_observed or self.store.padding.is_settled:
             self.store.see_queries(query, self.new_tokens)
+        else:
+            self.early_queries.append(query)
 
     def _learn(self, mask: Tensor | None, weights: Tensor | None) -> None:
         store, held = self.store, self.store.held

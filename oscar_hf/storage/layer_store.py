@@ -184,7 +184,9 @@ class LayerStore:
         """The queries of a call's tokens, [B, Hq, M, D], pass by: learn from them while nothing is packed yet."""
         if self.statistics is not None and not self._lengths[1] and not torch.compiler.is_compiling():
             with torch.inference_mode(False), without_autocast(self.device):
-                self.statistics.see(query.detach(), self.held - new_tokens, self.padding.rows)
+                # Layers that share keys may ask for the last tokens of a prompt alone.
+                first = self.held - min(new_tokens, query.shape[2])
+                self.statistics.see(query.detach(), first, self.padding.rows)
 
     def _learn(self, new: Tensor, first: int) -> None:
         """Make the constants that depend on the sequence, now that its first tokens are to be packed. new: keys of slots
@@ -253,8 +255,10 @@ class LayerStore:
         exact = self.config.recent_tokens - 1 + min(count, DRAFT_MARGIN)
         history = max(old, total - self.sink - exact)
         if history > old:
-            self._learn(new[0], first)
-            self._open_blocks(new, first, old, history)
+            # A step does all of this without its new tokens: the step kernel may encode before they are known.
+            known = new if count > MAX_NEW_TOKENS else [rows[:, :, :0] for rows in new]
+            self._learn(known[0], first)
+            self._open_blocks(known, first, old, history)
             slots = (self.sink + old, self.sink + history)
             self._pack(old, [self._slots(side, rows, first, *slots) for side, rows in zip(self.sides, new)])
         # Slots of the sink region go to the sink buffer alone.
