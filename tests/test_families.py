@@ -20,7 +20,12 @@ from oscar_hf.cli.loading import load_model
 from oscar_hf.transformers_compat import model_config as compat
 from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
-WINDOWS = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
+WINDOWS = dict(recipe="default", sink_tokens=4, recent_tokens=8)
+# transformers passes the prompt's queries of layers that share keys whole to a static cache, but the last ones alone to a
+# growing one: what is learned from them differs, so nothing is.
+STORAGE = {"gemma4": dict(key_scale="search")}
+# With seed 0 one code of a later layer lies on a rounding boundary.
+SEEDS = {"qwen2": 1}
 PADS = ((), (0, 13))
 LENGTH, NEW = 50, 12
 # Layers that are packed, where not all are: the others are sliding, chunked, linear, or linear and attention in one.
@@ -33,6 +38,10 @@ PACKED = {
 pytestmark = pytest.mark.filterwarnings("ignore:oscar_hf")
 each_family = pytest.mark.parametrize("family", [*FAMILIES, *VISION])
 each_attention = pytest.mark.parametrize("attn", ["sdpa", "eager"])
+
+
+def options(family):
+    return {**WINDOWS, **STORAGE.get(family, {})}
 
 
 def generate(model, arguments, cache, **options):
@@ -52,9 +61,9 @@ def check_equal(got, expected):
 @functools.cache
 def grown(family, attn):
     """A model, arguments of generate() by padding, and what the growing caches gave for them."""
-    model = tiny_model(family, attn)
+    model = tiny_model(family, attn, SEEDS.get(family, 0))
     arguments = {pads: inputs(family, 2, LENGTH, pads) for pads in PADS}
-    caches = {pads: OscarCache(model.config, **WINDOWS) for pads in PADS}
+    caches = {pads: OscarCache(model.config, **options(family)) for pads in PADS}
     return model, arguments, caches, {pads: generate(model, arguments[pads], caches[pads]) for pads in PADS}
 
 
@@ -69,7 +78,7 @@ def test_growing_cache_equals_its_dense_twin(family, attn, recwarn):
     skip_without(attn, family)
     model, arguments, caches, results = grown(family, attn)
     for pads, got in results.items():
-        twin = DenseCache(model.config, **WINDOWS)
+        twin = DenseCache(model.config, **options(family))
         twin.set_padding(arguments[pads]["attention_mask"])
         check_equal(got, generate(model, arguments[pads], twin))
         cache = caches[pads]
@@ -88,7 +97,7 @@ def test_static_cache_equals_the_growing_one(family, attn):
     model, arguments, _, results = grown(family, attn)
     for pads, expected in results.items():
         try:
-            got = generate(model, arguments[pads], OscarCache(model.config, max_cache_len=64, **WINDOWS))
+            got = generate(model, arguments[pads], OscarCache(model.config, max_cache_len=64, **options(family)))
         except (TypeError, IndexError) as error:
             # Llama 4 and Gemma 3 with images before transformers 5.24.
             with pytest.raises(type(error)):
@@ -103,7 +112,7 @@ def test_decode_step_compiles(family, graphs):
     model, arguments, _, results = grown(family, "sdpa")
     counting = Counting("eager")
     for pads in PADS:
-        cache = OscarCache(model.config, max_cache_len=64, **WINDOWS)
+        cache = OscarCache(model.config, max_cache_len=64, **options(family))
         check_equal(generate(model, arguments[pads], cache, **counting.options), results[pads])
     if counting.graphs != graphs or counting.breaks:
         # An older torch cannot trace these models whole (2.8: Gemma 4, Bamba): then as often as with transformers' own cache.
@@ -129,7 +138,7 @@ def test_evaluation_judges_the_models_own_logits(family):
 def test_queries_of_layers_that_share_keys_are_calibrated(family, attn):
     model = tiny_model(family, attn)
     moments = gather(model, [prompt(1, 40)[0]], 4, True, lambda: None)
-    artifact = artifact_from_moments(model, moments, OscarConfig.from_recipe("default"))
+    artifact = artifact_from_moments(model, moments, OscarConfig.from_recipe("balanced"))
     assert sorted(artifact.layers) == PACKED[family]
     # The last packed layer is read by one more.
     queries = {layer: m.queries for layer, m in moments.items()}
