@@ -35,7 +35,7 @@ def random_covariance(*shape, seed=0, decay=0.8):
 
 
 def calibrated_artifact(layers=3, heads=2, dim=16, value_dim=None, seed=0, **fields):
-    """An artifact of recipe `default` with all kinds of tensors: balanced keys, means, metrics, orthogonal values."""
+    """An artifact of recipe `balanced` with all kinds of tensors: balanced keys, means, metrics, orthogonal values."""
     value_dim = value_dim or dim
     made = {}
     for layer in range(layers):
@@ -54,7 +54,7 @@ def calibrated_artifact(layers=3, heads=2, dim=16, value_dim=None, seed=0, **fie
     fields = dict(
         num_hidden_layers=layers, num_key_value_heads=heads, head_dim=dim, value_head_dim=value_dim, model_type="llama"
     ) | fields  # fmt: skip
-    return Artifact(OscarConfig.from_recipe("default", **fields), made)
+    return Artifact(OscarConfig.from_recipe("balanced", **fields), made)
 
 
 def side_of(rows, rule=None, transform=None, mean=None, metric=None, inverse=None, sink=None, ring=None):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from oscar_hf import OscarConfig
-from oscar_hf.artifact.config import OVERRIDABLE, RECIPES
+from oscar_hf.artifact.recipes import OVERRIDABLE, PUBLISHED_STORAGE, RECIPES
 from oscar_hf.errors import ArtifactError, OscarError
 
 FULL = dict(
@@ -29,30 +29,76 @@ def test_json_round_trip(recipe, fields):
 
 
 def test_recipes_are_what_the_design_says():
-    paper = OscarConfig.from_recipe("paper")
-    assert (paper.key_transform, paper.value_transform, paper.center_keys) == ("oscar", "oscar", False)
-    assert (paper.key_rule.clip, paper.value_rule.clip) == (0.96, 0.92)
-    assert (paper.sink_tokens, paper.recent_tokens) == (64, 256)
-    default = OscarConfig.from_recipe("default")
-    assert (default.key_transform, default.center_keys, default.key_rule.weighted) == ("balanced", True, True)
+    transforms = {"default": ("whitened", "hadamard"), "hadamard": ("hadamard",) * 2, "balanced": ("balanced", "oscar")}
+    for recipe, expected in (transforms | {"paper": ("oscar", "oscar")}).items():
+        made = OscarConfig.from_recipe(recipe)
+        assert (made.key_transform, made.value_transform) == expected
+        assert made.needs_calibration == (recipe in ("balanced", "paper"))
+        assert made.key_center == "block" and made.key_rule.feedback and made.value_rule.clip == 0.92
+        assert made.key_symmetric and made.value_symmetric
+        assert (made.sink_tokens, made.recent_tokens, made.center_block) == (64, 256, 128)
+    assert OscarConfig() == OscarConfig.from_recipe("default")
+    assert {name for name in RECIPES} == {*transforms, "paper"}
+    published = OscarConfig.from_recipe("paper", **PUBLISHED_STORAGE)
+    assert (published.key_rule.clip, published.value_rule.clip, published.center_block) == (0.96, 0.92, 0)
+    assert not published.key_symmetric and not published.value_symmetric
+
+
+def test_bits_of_the_default_recipe():
+    """2.25 bits for keys (scale and center), 2.125 for values, at head dim 128."""
+    config = OscarConfig()
+    assert [config.side_format(kind, 128).bits for kind in ("key", "value")] == [2.25, 2.125]
+    published = OscarConfig(**PUBLISHED_STORAGE)
+    assert [published.side_format(kind, 128).bits for kind in ("key", "value")] == [2.25, 2.25]
+
+
+@pytest.mark.parametrize(
+    "recent,block", [(1, 32), (31, 32), (32, 32), (63, 32), (64, 64), (127, 64), (128, 128), (256, 128), (5000, 128)]
+)
+def test_a_block_is_no_longer_than_the_window(recent, block):
+    assert OscarConfig(recent_tokens=recent).center_block == block
+    for center in ("mean", "none"):
+        assert OscarConfig(recent_tokens=recent, key_center=center).center_block == 0
+
+
+def test_a_block_of_ones_own_choice():
+    for block in (32, 64, 256):
+        assert OscarConfig(key_block=block).center_block == block
+    assert OscarConfig(recent_tokens=8, key_block=32).center_block == 32
+    reach = r"null or a power of two from 32 to 256 \(recent_tokens is 256\)"
+    for block in (16, 33, 512, 128.0, True, "128"):
+        with pytest.raises(ArtifactError, match=f"key_block: got {block!r}, allowed is {reach}"):
+            OscarConfig(key_block=block)
+    with pytest.raises(ArtifactError, match=r"key_block: got 128, .* from 32 to 64 \(recent_tokens is 64\)"):
+        OscarConfig(key_block=128).override(recent_tokens=64)
+
+
+def test_feedback_needs_symmetric_keys():
+    with pytest.raises(ArtifactError, match="key_scale: got 'feedback' with key_symmetric false, .*another key_scale"):
+        OscarConfig(key_symmetric=False)
+    assert not OscarConfig(key_symmetric=False, key_scale="weighted_search_both_ends").key_symmetric
 
 
 COUNT = "an integer >= 1"
 INVALID = [
     ("recipe", 5, "a name"),
     ("recipe", "", "a name"),
-    ("key_transform", "fourier", "oscar, hadamard, identity, balanced"),
-    ("key_transform", ["oscar"], "oscar, hadamard, identity, balanced"),
-    ("value_transform", "balanced", "oscar, hadamard, identity"),
+    ("key_transform", "fourier", "whitened, hadamard, identity, oscar, balanced"),
+    ("key_transform", ["oscar"], "whitened, hadamard, identity, oscar, balanced"),
+    ("value_transform", "balanced", "hadamard, identity, oscar"),
+    ("value_transform", "whitened", "hadamard, identity, oscar"),
     ("value_target", "loss", "score, attention"),
     ("per_head", "yes", "true or false"),
-    ("center_keys", 1, "true or false"),
+    ("key_center", 1, "block, mean, none"),
+    ("key_center", "blocks", "block, mean, none"),
+    ("key_block", 48, "a power of two from 32 to 256"),
     ("key_symmetric", None, "true or false"),
     ("value_symmetric", 0, "true or false"),
     ("key_scale", "percentile(2)", "percentile(c)"),
     ("key_scale", 0.96, "percentile(c)"),
     ("value_scale", "weighted_search", "percentile(c) or search"),
     ("value_scale", "weighted_search_both_ends", "percentile(c) or search"),
+    ("value_scale", "feedback", "percentile(c) or search"),
     ("sink_tokens", -1, "an integer >= 0"),
     ("sink_tokens", 1.5, "an integer >= 0"),
     ("sink_tokens", True, "an integer >= 0"),
@@ -77,8 +123,9 @@ INVALID = [
     ("value_head_dim", "64", COUNT),
     ("cache_fields", None, "an object"),
     ("calibration", [], "an object"),
-    ("format_version", 2, "1; update oscar_hf"),
-    ("format_version", True, "1; update oscar_hf"),
+    ("format_version", 1, "2; update oscar_hf"),
+    ("format_version", 3, "2; update oscar_hf"),
+    ("format_version", True, "2; update oscar_hf"),
 ]
 
 
@@ -106,9 +153,13 @@ BAD_JSON = [
     ("[]", "must hold a JSON object, got list"),
     ("null", "must hold a JSON object, got NoneType"),
     ("{}", "format_version: got None"),
-    ('{"format_version": 99}', "format_version: got 99, this oscar_hf reads 1"),
+    ('{"format_version": 99}', "format_version: got 99, this oscar_hf reads 1 to 2"),
     ('{"format_version": "1"}', "format_version: got '1'"),
     ('{"format_version": true}', "format_version: got True"),
+    ('{"format_version": 1, "center_keys": 1}', "center_keys: got 1, allowed is true or false"),
+    ('{"format_version": 2, "center_keys": true}', "unknown fields ['center_keys']: allowed are"),
+    ('{"format_version": 2, "rotation": 3}', "unknown fields ['rotation']: allowed are"),
+    ('{"format_version": 2, "sink_tokens": NaN}', "sink_tokens: got nan"),
     ('{"format_version": 1, "rotation": 3}', "unknown fields ['rotation']: allowed are"),
     ('{"format_version": 1, "sink_tokens": NaN}', "sink_tokens: got nan"),
     ('{"format_version": 1, "recent_tokens": Infinity}', "recent_tokens: got"),
@@ -125,7 +176,7 @@ def test_bad_json_is_refused_in_a_sentence(text, words):
 
 @pytest.mark.parametrize("recipe", ["papr", None, ["paper"]])
 def test_unknown_recipe_is_refused(recipe):
-    with pytest.raises(ArtifactError, match=r"unknown recipe .*paper, hadamard, default"):
+    with pytest.raises(ArtifactError, match=r"unknown recipe .*default, hadamard, balanced, paper"):
         OscarConfig.from_recipe(recipe)
 
 
@@ -151,13 +202,49 @@ def test_override_replaces_storage_fields_only():
         config.override(recent_tokens=0)
 
 
-def test_a_weighted_rule_cannot_be_put_on_an_artifact_without_its_metric():
-    default = OscarConfig.from_recipe("default")
-    assert default.override(key_scale="weighted_search_both_ends").key_rule.both_ends
-    assert default.override(key_scale="search").override(value_scale="search").value_rule.search
-    for recipe in ("paper", "hadamard"):
-        with pytest.raises(ArtifactError, match="key_scale: got 'weighted_search', which needs an error metric"):
-            OscarConfig.from_recipe(recipe).override(key_scale="weighted_search")
+def test_every_rule_can_be_put_on_every_artifact():
+    """A metric that an artifact does not hold is learned from each sequence."""
+    for recipe in RECIPES:
+        config = OscarConfig.from_recipe(recipe)
+        assert config.override(key_scale="weighted_search_both_ends").key_rule.both_ends
+        assert config.override(key_scale="search").override(value_scale="search").value_rule.search
+
+
+# What version 1 said by recipe, and a field of storage that somebody changed.
+VERSION_1 = dict(
+    paper=dict(
+        key_transform="oscar", value_transform="oscar", center_keys=False, key_scale="percentile(0.96)",
+        value_scale="percentile(0.92)", key_symmetric=False, value_symmetric=False,
+    ),
+    default=dict(
+        key_transform="balanced", value_transform="oscar", per_head=True, center_keys=True,
+        key_scale="weighted_search_both_ends", value_scale="percentile(0.92)", key_symmetric=False, value_symmetric=False,
+    ),
+    hadamard=dict(
+        key_transform="hadamard", value_transform="hadamard", center_keys=False, key_scale="percentile(0.96)",
+        value_scale="percentile(0.92)", key_symmetric=False, value_symmetric=False,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", VERSION_1)
+def test_version_1_takes_the_storage_of_today(recipe):
+    written = dict(VERSION_1[recipe], recipe=recipe, format_version=1, sink_tokens=7)
+    config = OscarConfig.from_json(json.dumps(written))
+    assert config.recipe == {"default": "balanced"}.get(recipe, recipe)
+    now = OscarConfig.from_recipe(config.recipe, sink_tokens=7, per_head=written.get("per_head", True))
+    assert config == now and config.format_version == 2
+
+
+@pytest.mark.parametrize("recipe", VERSION_1)
+@pytest.mark.parametrize("own", [dict(key_scale="search"), dict(value_symmetric=True), dict(value_scale="search")])
+def test_version_1_keeps_a_storage_of_ones_own(recipe, own):
+    written = {**VERSION_1[recipe], **own}
+    config = OscarConfig.from_json(json.dumps(dict(written, recipe=recipe, format_version=1)))
+    center = "mean" if written.pop("center_keys") else "none"
+    assert config.key_center == center and config.center_block == 0
+    for name, value in written.items():
+        assert getattr(config, name) == value
 
 
 def test_geometry_by_layer():

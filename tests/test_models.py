@@ -4,18 +4,22 @@ turns and paddings, on few models; test_families.py has them all."""
 import pytest
 import torch
 from dense_cache import DenseCache
+from helpers import calibrated_artifact
 from tiny_models import prompt, tiny_config, tiny_model
 
 from oscar_hf import OscarCache
+from oscar_hf.artifact.recipes import PUBLISHED_STORAGE
 from oscar_hf.cache.layer import OscarLayer
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
+CALIBRATED = dict(artifact=calibrated_artifact())
+# What a row is stored as then does not depend on the rows beside it: no block of keys and nothing learned.
+ROW_BY_ROW = dict(recipe="hadamard", **PUBLISHED_STORAGE)
 
 
-def caches(config, mask, **windows):
+def caches(config, mask, **options):
     """A cache that returns handles, and its twin that returns dense tensors and is told the padding."""
-    handles = OscarCache(config, recipe="hadamard", **windows)
-    dense = DenseCache(config, recipe="hadamard", **windows)
+    handles, dense = OscarCache(config, **options), DenseCache(config, **options)
     dense.set_padding(mask)
     return handles, dense
 
@@ -29,10 +33,11 @@ def generate(model, ids, mask, cache, new=16):
 
 @pytest.mark.parametrize("length", [64, 65, 320, 321, 700])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_default_windows_at_their_edges(attn, length):
+@pytest.mark.parametrize("recipe", ["default", "balanced"])
+def test_default_windows_at_their_edges(recipe, attn, length):
     model = tiny_model("llama", attn)
     ids, mask = prompt(1, length)
-    handles, dense = caches(model.config, mask)
+    handles, dense = caches(model.config, mask, **(CALIBRATED if recipe == "balanced" else {}))
     got, expected = generate(model, ids, mask, handles, 6), generate(model, ids, mask, dense, 6)
     assert torch.equal(got.sequences, expected.sequences)
     torch.testing.assert_close(got.logits[-1], expected.logits[-1], atol=1e-4, rtol=1e-3)
@@ -42,7 +47,7 @@ def test_default_windows_at_their_edges(attn, length):
 def test_exact_while_everything_is_in_the_windows():
     model = tiny_model("qwen3")
     ids, mask = prompt(2, 300, (0, 20))
-    got = generate(model, ids, mask, OscarCache(model.config, recipe="hadamard"), 12)
+    got = generate(model, ids, mask, OscarCache(model.config), 12)
     expected = generate(model, ids, mask, None, 12)
     assert torch.equal(got.sequences, expected.sequences)
     torch.testing.assert_close(got.logits[-1], expected.logits[-1], atol=1e-4, rtol=1e-3)
@@ -67,8 +72,7 @@ def test_padded_row_equals_the_row_alone(attn, pad):
     model = tiny_model("llama", attn)
     ids, mask = prompt(2, 100, (0, pad))
     with torch.no_grad():
-        batch = OscarCache(model.config, recipe="hadamard", **WINDOWS)
-        alone = OscarCache(model.config, recipe="hadamard", **WINDOWS)
+        batch, alone = (OscarCache(model.config, **WINDOWS, **ROW_BY_ROW) for _ in range(2))
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=batch)
         model(input_ids=ids[1:, pad:], past_key_values=alone)
@@ -88,7 +92,7 @@ def test_chunked_prefill_inside_the_padding(attn):
     """The first chunk of a row is padding only; where its sink begins is learned from a later chunk."""
     model = tiny_model("llama", attn)
     ids, mask = prompt(2, 90, (0, 50))
-    whole, chunked = (OscarCache(model.config, recipe="hadamard", **WINDOWS) for _ in range(2))
+    whole, chunked = (OscarCache(model.config, **WINDOWS) for _ in range(2))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=whole)
@@ -108,7 +112,7 @@ def test_bfloat16_and_float16_models_keep_their_dtype():
     for dtype in (torch.bfloat16, torch.float16):
         model = tiny_model("llama").to(dtype)
         ids, mask = prompt(1, 60)
-        cache = OscarCache(model.config, recipe="hadamard", **WINDOWS)
+        cache = OscarCache(model.config, **WINDOWS)
         out = generate(model, ids, mask, cache)
         assert out.logits[-1].dtype in (dtype, torch.float32)
         assert cache.layers[0].store.keys.sink.dtype == dtype
@@ -116,7 +120,7 @@ def test_bfloat16_and_float16_models_keep_their_dtype():
 
 
 def test_only_full_attention_layers_are_ours():
-    cache = OscarCache(tiny_config("gemma3"), recipe="hadamard")
+    cache = OscarCache(tiny_config("gemma3"))
     assert [isinstance(layer, OscarLayer) for layer in cache.layers] == [False, True, True]
     with pytest.warns(UserWarning, match="nothing is quantized"):
-        OscarCache(tiny_config("mistral_sliding"), recipe="hadamard")
+        OscarCache(tiny_config("mistral_sliding"))
