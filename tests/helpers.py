@@ -34,8 +34,9 @@ def random_covariance(*shape, seed=0, decay=0.8):
     return rotation * spectrum @ rotation.mT
 
 
-def calibrated_artifact(layers=3, heads=2, dim=16, value_dim=None, seed=0, **fields):
-    """An artifact of recipe `balanced` with all kinds of tensors: balanced keys, means, metrics, orthogonal values."""
+def calibrated_artifact(layers=3, heads=2, dim=16, value_dim=None, seed=0, without=(), **fields):
+    """An artifact of recipe `balanced` with all kinds of tensors, or `without` some: balanced keys, means, metrics, orthogonal
+    values."""
     value_dim = value_dim or dim
     made = {}
     for layer in range(layers):
@@ -50,7 +51,9 @@ def calibrated_artifact(layers=3, heads=2, dim=16, value_dim=None, seed=0, **fie
             key_mean=torch.randn(heads, dim, dtype=torch.float64, generator=generator(seed + 10 * layer + 2)),
             key_metric=random_covariance(heads, dim, dim, seed=seed + 10 * layer + 3),
         )
-        made[layer] = LayerConstants(**{name: tensor.float().contiguous() for name, tensor in tensors.items()})
+        made[layer] = LayerConstants(
+            **{name: tensor.float().contiguous() for name, tensor in tensors.items() if name not in without}
+        )
     fields = dict(
         num_hidden_layers=layers, num_key_value_heads=heads, head_dim=dim, value_head_dim=value_dim, model_type="llama"
     ) | fields  # fmt: skip

@@ -110,17 +110,23 @@ def test_a_data_free_artifact_keeps_its_two_transforms_apart():
     assert not torch.equal(constants.key_transform, torch.eye(16))
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper"])
+@pytest.mark.parametrize("recipe", ["balanced", "paper"])
 def test_a_recipe_that_needs_data_is_never_replaced_by_another(recipe):
-    with pytest.raises(ArtifactError, match=f"recipe '{recipe}' needs calibrated statistics.*needs none: hadamard$"):
+    with pytest.raises(
+        ArtifactError, match=f"recipe '{recipe}' needs calibrated statistics.*needs none: default, hadamard$"
+    ):
         Artifact.data_free(recipe)
 
 
 def test_recipes_without_data_are_found_not_listed(monkeypatch):
     monkeypatch.setitem(artifact.RECIPES, "plain", artifact.RECIPES["hadamard"] | {"key_transform": "identity"})
-    assert Artifact.data_free("plain").is_data_free
-    with pytest.raises(ArtifactError, match="needs none: hadamard, plain$"):
-        Artifact.data_free("default")
+    assert Artifact.data_free("plain").is_data_free and Artifact.data_free().is_data_free
+    with pytest.raises(ArtifactError, match="needs none: default, hadamard, plain$"):
+        Artifact.data_free("balanced")
+
+
+def test_no_recipe_is_the_default_one():
+    assert Artifact.data_free().config == OscarConfig.from_recipe("default")
 
 
 def test_provenance_is_added_to_a_copy():
@@ -142,7 +148,7 @@ def test_a_wrong_argument_is_named():
 
 
 @pytest.mark.parametrize(
-    "fields", [dict(value_transform="oscar"), dict(center_keys=True), dict(key_scale="weighted_search")]
+    "fields", [dict(value_transform="oscar"), dict(key_center="mean"), dict(key_transform="balanced")]
 )
 def test_hadamard_with_a_part_that_needs_data_is_not_data_free(tmp_path, fields):
     with pytest.raises(ArtifactError, match="needs calibrated statistics"):
@@ -153,6 +159,12 @@ def test_hadamard_with_a_part_that_needs_data_is_not_data_free(tmp_path, fields)
     assert not list(tmp_path.iterdir()), "nothing was written"
     (tmp_path / CONFIG_FILE).write_text(config.to_json())
     refused(tmp_path, f"no {TENSOR_FILE}")
+
+
+@pytest.mark.parametrize("rule", ["feedback", "weighted_search", "weighted_search_both_ends"])
+def test_a_metric_is_learned_and_needs_no_data(tmp_path, rule):
+    made = Artifact.data_free("hadamard", key_scale=rule)
+    assert Artifact.load(made.save(tmp_path)).config == made.config
 
 
 def test_constants_are_shared_and_copies_share_the_tensors():
@@ -178,7 +190,7 @@ def test_constants_invert():
 
 def test_describe_says_what_it_is(saved):
     text = Artifact.load(saved).describe()
-    for words in ("recipe      default", "3 layers", "KV heads 2", "layers 0-2", "condition number 4", "sound"):
+    for words in ("recipe      balanced", "3 layers", "keys feedback symmetric", "centered by block of 128", "KV heads 2", "layers 0-2", "condition number 4", "sound"):
         assert words in text
 
 
@@ -239,8 +251,6 @@ CORRUPT = {
     "missing_layer": (drop("layers.1."), ["lacks layer 1 of 3"]),
     "missing_last_layers": (drop("layers.1.", "layers.2."), ["lacks layer 1-2 of 3"]),
     "missing_transform": (drop("layers.1.key_transform"), ["lacks layers.1.key_transform"]),
-    "missing_mean": (drop("layers.1.key_mean"), ["layer 1", "center_keys", "no key_mean"]),
-    "missing_metric": (drop("layers.1.key_metric"), ["layer 1", "needs key_metric"]),
     "missing_everything": (drop("layers."), ["no layers", "'balanced'"]),
     "float16": (put("key_transform", torch.eye(16).repeat(2, 1, 1).half()), ["key_transform is F16", "float32"]),
     "float64": (put("key_mean", torch.zeros(2, 16).double()), ["key_mean is F64", "float32"]),
@@ -262,6 +272,13 @@ def test_corrupted_tensors_are_refused_each_in_its_own_words(saved, case):
     refused(rewrite(saved, change), *words)
 
 
+def test_what_a_recipe_does_not_use_may_be_missing(saved):
+    """Keys are centered by blocks, and a metric that is not there is learned."""
+    assert Artifact.load(rewrite(saved, drop("layers.1.key_mean", "layers.1.key_metric"))).layers[1].key_mean is None
+    reconfigure(saved, key_center="mean")
+    refused(saved, "layer 1", "key_center is 'mean' but there is no key_mean", "calibrate it again")
+
+
 def test_a_nearly_singular_transform_is_refused(saved):
     def change(tensors):
         tensors["layers.1.key_transform"] = NEAR_SINGULAR
@@ -278,7 +295,7 @@ GEOMETRY = [
     (dict(num_hidden_layers=2), "num_hidden_layers is 2"),
     (dict(num_hidden_layers=4), "lacks layer 3 of 4"),
     (dict(layer_types=["full_attention"] * 2), "one per layer"),
-    (dict(format_version=2), "format_version: got 2"),
+    (dict(format_version=3), "format_version: got 3, this oscar_hf reads 1 to 2"),
     (dict(key_transform="fourier"), "key_transform: got 'fourier'"),
 ]
 

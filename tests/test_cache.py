@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from dense_cache import DenseCache
+from helpers import calibrated_artifact
 from tiny_models import prompt, tiny_config, tiny_model
 
 from oscar_hf import Artifact, ArtifactError, CacheStateError, OscarCache, OscarError, UnsupportedModelError
@@ -236,6 +237,10 @@ def test_arguments_are_checked():
         OscarCache(config, recipe="hadamard", sinks=3)
     with pytest.raises(ArtifactError, match="recent_tokens"):
         OscarCache(config, recipe="hadamard", recent_tokens=0)
+    for given in (dict(), dict(recipe="hadamard"), dict(artifact=calibrated_artifact(without=["key_mean"]))):
+        with pytest.raises(ArtifactError, match="key_center: got 'mean', but .* holds no key means: use 'block' or 'none'"):
+            OscarCache(config, key_center="mean", **given)
+    assert OscarCache(config, key_center="mean", artifact=calibrated_artifact()).oscar_config.center_block == 0
     with pytest.raises(ArtifactError, match="from_pretrained"):
         OscarCache("some-folder")
     with pytest.raises(OscarError, match="max_cache_len"):

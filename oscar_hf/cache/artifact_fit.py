@@ -26,6 +26,16 @@ def check_group_sizes(config: PreTrainedConfig, artifact: Artifact, storage: Osc
         storage.group_size_for(dim)
 
 
+def check_means(artifact: Artifact, storage: OscarConfig) -> None:
+    """Refuse to center keys by means that the artifact does not hold."""
+    means = [constants.key_mean for constants in artifact.layers.values()]
+    if storage.key_center == "mean" and (not means or any(mean is None for mean in means)):
+        raise ArtifactError(
+            f"key_center: got 'mean', but {artifact.source} holds no key means: use 'block' or 'none', or calibrate an artifact "
+            "with key_center 'mean'"
+        )
+
+
 def check_heads(artifact: Artifact, config: PreTrainedConfig) -> None:
     """Refuse an artifact for heads of another kind; warn if it was made for another family of models."""
     recorded = artifact.config

@@ -12,7 +12,7 @@ from ..checks import check_token_count
 from ..errors import ArtifactError, OscarError
 from ..masks import MaskMemory
 from ..transformers_compat import model_config as compat
-from .artifact_fit import check_group_sizes, check_heads, check_layers
+from .artifact_fit import check_group_sizes, check_heads, check_layers, check_means
 from .layer import OscarLayer
 from .static_layer import StaticOscarLayer
 
@@ -63,6 +63,7 @@ def build_layers(
     layers = compat.native_layers(config, max_cache_len)
     check_layers(artifact, layers)
     check_heads(artifact, config)
+    check_means(artifact, storage)
     masks = MaskMemory()
 
     def packed(index: int) -> OscarLayer:
