@@ -12,7 +12,9 @@ from oscar_hf import Artifact, CacheStateError, OscarCache
 from oscar_hf.cache.native_layers import tensors_of
 from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
-SMALL = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
+SMALL = dict(sink_tokens=4, recent_tokens=8)
+# Nothing is learned from the queries of a call, not even of one that is taken back.
+UNLEARNED = dict(SMALL, recipe="hadamard", key_scale="search")
 HYBRIDS = ["gemma3", "qwen3_next"]
 
 
@@ -24,9 +26,9 @@ def forward(model, cache, ids, mask=None):
     return model(input_ids=ids, attention_mask=mask, **{CACHE_ARGUMENT: cache}, **positions).logits
 
 
-def pair(model, ids, static=False):
+def pair(model, ids, static=False, options=SMALL):
     """Two caches of one kind that were fed the same tokens."""
-    options = dict(SMALL, max_cache_len=128) if static else SMALL
+    options = dict(options, max_cache_len=128) if static else options
     caches = [OscarCache(model.config, **options) for _ in range(2)]
     for cache in caches:
         forward(model, cache, ids)
@@ -57,19 +59,23 @@ def stored(layer):
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_copy_costs_what_is_stored(static):
-    """Every tensor of a copy is either stored data of its own or shared with the original."""
+@pytest.mark.parametrize("options", [SMALL, UNLEARNED], ids=["learned", "given"])
+def test_a_copy_costs_what_is_stored(options, static):
+    """Every tensor of a copy is either stored data of its own or shared with the original; but a static cache may learn its
+    constants anew, in place, and has a buffer of its own for them."""
     model = tiny_model("llama")
-    cache = pair(model, prompt(1, 60)[0], static)[0]
+    cache = pair(model, prompt(1, 60)[0], static, options)[0]
     twin = copy.deepcopy(cache)
     for layer, copied in zip(cache.layers, twin.layers):
-        assert copied.constants is layer.constants and copied.artifact is layer.artifact
+        own_constants = static and options is SMALL
+        assert (copied.constants is layer.constants) != own_constants and copied.artifact is layer.artifact
         own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in all_tensors(copied)}
         for tensor in all_tensors(layer):
             own.pop(tensor.untyped_storage().data_ptr(), None)
         # A static layer's tensors are views of one buffer.
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored(copied)}
-        assert sum(own.values()) == sum(held.values())
+        constants = copied.store.flat_constants.nbytes if own_constants else 0
+        assert sum(own.values()) == sum(held.values()) + constants
 
 
 def all_tensors(layer):
@@ -94,7 +100,7 @@ def all_tensors(layer):
 def test_iteration_gives_what_dynamic_cache_gives():
     model = tiny_model("gemma3")
     ids = prompt(2, 20)[0]
-    ours, theirs = OscarCache(model.config, recipe="hadamard"), DynamicCache(config=model.config)
+    ours, theirs = OscarCache(model.config), DynamicCache(config=model.config)
     assert [keys for keys, _, _ in ours] == [None] * 3
     for cache in (ours, theirs):
         forward(model, cache, ids)
@@ -104,8 +110,11 @@ def test_iteration_gives_what_dynamic_cache_gives():
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_drafts_that_cross_the_window_leave_the_codes_of_a_run_without(static):
-    plain, drafts = (one_layer(max_cache_len=160) if static else one_layer() for _ in range(2))
+@pytest.mark.parametrize("options", [dict(key_center="none"), dict(recent_tokens=32), dict(recent_tokens=40)])
+def test_drafts_that_cross_the_window_leave_the_codes_of_a_run_without(options, static):
+    """A block of 32 keys is no longer than the window."""
+    room = dict(max_cache_len=160) if static else {}
+    plain, drafts = (one_layer(**options, **room) for _ in range(2))
     (keys, values), wrong = states(120), states(120, seed=1)
     for layer in (plain, drafts):
         layer.update(keys[:, :, :40], values[:, :, :40])
@@ -120,9 +129,9 @@ def test_drafts_that_cross_the_window_leave_the_codes_of_a_run_without(static):
     assert at == plain.store.tokens == drafts.store.tokens == 120
     first, second = plain, drafts
     both = min(first.store.history, second.store.history)
-    assert both >= 120 - 4 - 8 - 20
+    assert both >= 120 - 4 - options.get("recent_tokens", 8) - 20
     for ours, theirs in zip(second.store.sides, first.store.sides):
-        for got, expected in zip(ours.rows.read(0, both), theirs.rows.read(0, both)):
+        for got, expected in zip(ours.rows.in_use(both).values(), theirs.rows.in_use(both).values()):
             assert torch.equal(got, expected)
 
 
@@ -182,11 +191,11 @@ def test_crop_of_a_hybrid_is_whole_or_refused():
     cache.crop(-5)
     assert torch.equal(forward(model, cache, ids[:, :1]), forward(model, fresh, ids[:, :1]))
     # Before the sliding window is full there is nothing to refuse.
-    cache = OscarCache(model.config, **SMALL)
+    cache = OscarCache(model.config, **UNLEARNED)
     forward(model, cache, ids[:, :20])
     cache.crop(-5)
     assert cache.get_seq_length() == 15
-    expected = OscarCache(model.config, **SMALL)
+    expected = OscarCache(model.config, **UNLEARNED)
     forward(model, expected, ids[:, :15])
     torch.testing.assert_close(forward(model, cache, ids[:, 15:16]), forward(model, expected, ids[:, 15:16]))
 
@@ -197,7 +206,7 @@ RECURRENT, STATIC = "recurrent state", "static cache cannot be cropped"
 def test_crop_of_a_static_hybrid_whose_window_holds_everything():
     """Since transformers 5.24; before, static layers cannot be cropped at all."""
     model = tiny_model("gemma3")
-    cache, fresh = (OscarCache(model.config, max_cache_len=24, **SMALL) for _ in range(2))
+    cache, fresh = (OscarCache(model.config, max_cache_len=24, **UNLEARNED) for _ in range(2))
     if not hasattr(cache.layers[0], "crop"):
         pytest.skip("static layers have no crop in this version of transformers")
     ids = prompt(1, 20)[0]
@@ -270,7 +279,7 @@ def test_stated_padding_beyond_the_first_call():
     """A prompt in chunks of which the first is shorter than a row's padding."""
     model = tiny_model("llama")
     ids, mask = prompt(2, 60, (0, 9))
-    whole, chunks = OscarCache(model.config, **SMALL), OscarCache(model.config, **SMALL)
+    whole, chunks = OscarCache(model.config, **UNLEARNED), OscarCache(model.config, **UNLEARNED)
     for cache in (whole, chunks):
         cache.set_padding(mask)
     forward(model, whole, ids, mask)

@@ -8,10 +8,13 @@ from tiny_models import EAGER_ONLY, prompt, tiny_model
 from transformers import CompileConfig, StaticCache
 
 from oscar_hf import OscarCache, StaticOscarCache
+from oscar_hf.artifact.recipes import PUBLISHED_STORAGE
 from oscar_hf.errors import CacheStateError, OscarError
 from oscar_hf.kernels.decode_step import OVERFLOW
 
-SMALL = dict(recipe="hadamard", sink_tokens=4, recent_tokens=8)
+SMALL = dict(sink_tokens=4, recent_tokens=8)
+# Storage of a token that nothing but the token itself enters.
+TOKEN_BY_TOKEN = dict(recipe="hadamard", **PUBLISHED_STORAGE)
 
 
 def static(model, length=128, **options):
@@ -142,10 +145,12 @@ def test_compiled_decoding_modes(options):
 
 
 def test_assisted_decoding():
+    """The first drafts come with the prompt, so that nothing may be learned from it."""
     model, draft = tiny_model("llama"), tiny_model("llama", seed=1, num_hidden_layers=1)
     ids, mask = prompt(1, 40)
-    expected = generate(model, ids, mask, OscarCache(model.config, **SMALL))
-    assert torch.equal(generate(model, ids, mask, static(model), assistant_model=draft), expected)
+    expected = generate(model, ids, mask, OscarCache(model.config, **SMALL, **TOKEN_BY_TOKEN))
+    got = generate(model, ids, mask, static(model, **TOKEN_BY_TOKEN), assistant_model=draft)
+    assert torch.equal(got, expected)
 
 
 def test_turns_of_a_chat():
@@ -214,7 +219,8 @@ def test_shared_keys_are_exact_during_their_call(family):
     with torch.no_grad():
         for count in (50, 70, 1, 20, 1, 1, 90):
             growing, fixed = (model(ids[:, at : at + count], past_key_values=cache).logits for cache in caches)
-            torch.testing.assert_close(fixed, growing, atol=1e-9, rtol=1e-9)
+            # Some norms of these models are float32 in any case.
+            torch.testing.assert_close(fixed, growing, atol=1e-5, rtol=1e-5)
             at += count
 
 
@@ -266,14 +272,20 @@ def test_static_caches_are_made_explicitly():
         Growing(config, max_cache_len=128, **SMALL)
 
 
-def test_copies_are_independent_and_share_constants():
+@pytest.mark.parametrize("storage", [{}, TOKEN_BY_TOKEN], ids=["learned", "given"])
+def test_copies_are_independent_and_share_constants(storage):
+    """Constants that a static cache learned are in buffers of its own, which it may learn anew."""
     model = tiny_model("llama")
     ids = prompt(1, 50)[0]
-    cache = static(model)
+    cache = static(model, **storage)
     with torch.no_grad():
         model(ids, past_key_values=cache)
         twin = copy.deepcopy(cache)
-        assert twin.layers[0].constants is cache.layers[0].constants
+        ours, theirs = (each.layers[0].constants for each in (twin, cache))
+        assert (ours is theirs) == bool(storage)
+        for name, tensor in theirs.tensors().items():
+            assert torch.equal(ours.tensors()[name], tensor)
+            assert storage or ours.tensors()[name].data_ptr() != tensor.data_ptr()
         first = model(ids[:, :1], past_key_values=cache).logits
         assert int(cache.get_seq_length()) == 51 and int(twin.get_seq_length()) == 50
         assert torch.equal(model(ids[:, :1], past_key_values=twin).logits, first)

@@ -182,11 +182,16 @@ class LayerStore:
     # -------------------------------------------------------------------------------------------------- learning
     def see_queries(self, query: Tensor, new_tokens: int) -> None:
         """The queries of a call's tokens, [B, Hq, M, D], pass by: learn from them while nothing is packed yet."""
-        if self.statistics is not None and not self._lengths[1] and not torch.compiler.is_compiling():
-            with torch.inference_mode(False), without_autocast(self.device):
-                # Layers that share keys may ask for the last tokens of a prompt alone.
-                first = self.held - min(new_tokens, query.shape[2])
-                self.statistics.see(query.detach(), first, self.padding.rows)
+        if self.statistics is not None and not self._lengths[1]:
+            self._see_queries(query, new_tokens)
+
+    # Chunks of a prompt may be compiled; what is learned from them is no part of a graph.
+    @torch.compiler.disable
+    def _see_queries(self, query: Tensor, new_tokens: int) -> None:
+        with torch.inference_mode(False), without_autocast(self.device):
+            # Layers that share keys may ask for the last tokens of a prompt alone.
+            first = self.held - min(new_tokens, query.shape[2])
+            self.statistics.see(query.detach(), first, self.padding.rows)
 
     def _learn(self, new: Tensor, first: int) -> None:
         """Make the constants that depend on the sequence, now that its first tokens are to be packed. new: keys of slots
