@@ -13,17 +13,20 @@ from test_operations import forward
 from tiny_models import EAGER_ONLY, prompt, tiny_config, tiny_model
 
 from oscar_hf import Artifact, ArtifactError, CacheStateError, OscarCache, OscarError, StaticOscarCache
-from oscar_hf.cache.save_checks import CACHE_FILE, file_hash
+from oscar_hf.artifact.recipes import PUBLISHED_STORAGE
+from oscar_hf.cache.save_checks import CACHE_FILE, LEARNED, file_hash
 from oscar_hf.cache.save_load_native import state
 
-SMALL = dict(recipe="hadamard", **WINDOWS)
+SMALL = WINDOWS
+# Storage with a minimum for each scale, and nothing learned.
+RANGES = dict(WINDOWS, recipe="hadamard", **PUBLISHED_STORAGE)
 
 
 def filled(family="llama", tokens=60, pads=(), rows=2, **options):
     """A model, its cache after a prompt and a few steps, and ids to go on with."""
     model = tiny_model(family, "eager" if family in EAGER_ONLY else "sdpa")
     ids, mask = prompt(rows, tokens, pads)
-    cache = OscarCache(model.config, **{**SMALL, **options})
+    cache = OscarCache(model.config, **(SMALL | options))
     forward(model, cache, ids, mask if pads else None)
     for step in range(3):
         mask = torch.cat([mask, torch.ones(rows, 1, dtype=mask.dtype)], 1)
@@ -44,11 +47,13 @@ def go_on(model, cache, mask, steps=12):
 
 @pytest.mark.parametrize("pads", [(), (0, 7)], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss", "qwen3_next"])
-def test_a_loaded_cache_goes_on_bit_for_bit(family, pads, tmp_path):
-    if family == "gpt_oss" and pads:
-        pytest.skip("one model with padding and sinks is enough")
+@pytest.mark.parametrize("recipe", ["default", "hadamard", "ranges"])
+def test_a_loaded_cache_goes_on_bit_for_bit(recipe, family, pads, tmp_path):
+    if family != "llama" and (recipe != "default" or (family == "gpt_oss" and pads)):
+        pytest.skip("one model with every recipe, and one of each kind with the default one, are enough")
+    storage = RANGES if recipe == "ranges" else dict(recipe=recipe)
     for options in ({}, {"max_cache_len": 128}):
-        model, cache, mask = filled(family, pads=pads, **options)
+        model, cache, mask = filled(family, pads=pads, **storage, **options)
         assert cache.save_pretrained(tmp_path / "cache") == tmp_path / "cache"
         loaded = OscarCache.load(tmp_path / "cache", config=model.config, **options)
         assert type(loaded) is type(cache) and int(loaded.get_seq_length()) == 63
@@ -67,9 +72,11 @@ def test_one_folder_serves_growing_and_static_caches(family, static, tmp_path):
 
 @pytest.mark.parametrize("tokens", [1, 3, 20, 22, 24, 26])
 def test_sliding_windows_of_any_filling(tokens, tmp_path):
-    """The window of 24 is not full, just full, or over; tokens + 3 are held."""
+    """The window of 24 is not full, just full, or over; tokens + 3 are held. Nothing is learned: from a few tokens a growing cache
+    learns later than a static one."""
     for save, load in ((None, 100), (100, None), (100, 64)):
-        model, cache, _ = filled("gemma3", tokens, **({"max_cache_len": save} if save else {}))
+        room = {"max_cache_len": save} if save else {}
+        model, cache, _ = filled("gemma3", tokens, recipe="hadamard", key_scale="search", **room)
         cache.save_pretrained(tmp_path / "cache")
         loaded = OscarCache.load(tmp_path / "cache", max_cache_len=load)
         torch.testing.assert_close(go_on(model, loaded, None), go_on(model, cache, None), atol=1e-4, rtol=1e-3)
@@ -119,11 +126,20 @@ def test_beams_of_a_loaded_cache_and_operations_on_it(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [(16, 16), (64, 64), (64, 16)])
-def test_every_layout_of_storage(dims, dtype, tmp_path):
+@pytest.mark.parametrize(
+    "storage",
+    [
+        {},
+        dict(value_symmetric=False),
+        dict(key_scale="search", key_symmetric=False, key_center="mean", group_size=8),
+        dict(key_scale="weighted_search", key_center="none"),
+    ],
+)
+def test_every_layout_of_storage(storage, dims, dtype, tmp_path):
     config = tiny_config("llama", num_hidden_layers=1)
     artifact = calibrated_artifact(layers=1, dim=dims[0], value_dim=dims[1])
     config.head_dim = dims[0]
-    cache = OscarCache(config, artifact=artifact, key_symmetric=True, **WINDOWS)
+    cache = OscarCache(config, artifact=artifact, **storage, **WINDOWS)
     (keys, _), (_, values) = states(91, dim=dims[0], dtype=dtype), states(91, dim=dims[1], dtype=dtype)
     cache.update(keys, values, 0)
     cache.crop(-2)
@@ -147,6 +163,7 @@ def test_only_tokens_in_use_are_written(tmp_path):
     tensors = load_file(tmp_path / "cache" / "layer-00000.safetensors")
     assert (record["tokens"], record["history"]) == (50, 46)
     assert tensors["key_codes"].shape[2] == tensors["key_scale"].shape[2] == 46
+    assert tensors["key_centers"].shape[2] == 2 and "value_centers" not in tensors
     assert tensors["sink_keys"].shape[2] == 4 and tensors["recent_keys"].shape[2] == 0
     assert cache.layers[0].store.keys.rows.capacity > 300
 
@@ -178,6 +195,7 @@ def test_an_artifact_can_stay_outside(tmp_path):
     with pytest.raises(ArtifactError, match="saved with another artifact"):
         OscarCache.load(tmp_path / "cache", artifact=calibrated_artifact(seed=1))
     loaded = OscarCache.load(tmp_path / "cache", artifact=artifact)
+    # Nothing is learned: the metric is the artifact's.
     assert loaded.layers[0].constants is cache.layers[0].constants
     again = OscarCache.load(tmp_path / "cache", artifact=tmp_path / "artifact")
     expected = go_on(model, cache, None)
@@ -305,6 +323,9 @@ def good(tmp_path_factory):
     filled(pads=(0, 7))[1].save_pretrained(root / "padded")
     filled("gemma3")[1].save_pretrained(root / "hybrid")
     filled("qwen3_next")[1].save_pretrained(root / "linear")
+    filled(**RANGES)[1].save_pretrained(root / "ranges")
+    # Everything is in the windows still.
+    filled(tokens=5)[1].save_pretrained(root / "short")
     return root
 
 
@@ -368,13 +389,25 @@ def nan(x):
     return x
 
 
+def unlearned(folder):
+    damage_tensors(folder, lambda tensors: [tensors.pop(name) for name in LEARNED])
+    first_layer(learned=False)(folder)
+
+
+def learned(folder):
+    eye = torch.eye(16).repeat(2, 1, 1)
+    damage_tensors(folder, lambda tensors: tensors.update(key_transform=eye, key_inverse=eye.clone()))
+    first_layer(learned=True)(folder)
+
+
 CORRUPTIONS = {
     "no json": ("plain", lambda folder: (folder / CACHE_FILE).unlink(), "holds no oscar_cache.json"),
     "not json": ("plain", lambda folder: (folder / CACHE_FILE).write_text("{"), "not valid JSON"),
     "not text": ("plain", lambda folder: (folder / CACHE_FILE).write_bytes(b"\xff\xfe\x00"), "not valid JSON"),
     "deep json": ("plain", lambda folder: (folder / CACHE_FILE).write_text("[" * 200_000), "not valid JSON"),
     "a list": ("plain", lambda folder: (folder / CACHE_FILE).write_text("[]"), "format_version None"),
-    "version": ("plain", whole(format_version=2), "format_version 2"),
+    "version": ("plain", whole(format_version=3), "format_version 3, this oscar_hf reads 1 and 2"),
+    "an older version": ("plain", whole(format_version=1), "lacks fields"),
     "version true": ("plain", whole(format_version=True), "format_version True"),
     "no layers": ("plain", whole(layers=[]), "lacks fields"),
     "layers of numbers": ("plain", whole(layers=[1, 2, 3]), "lacks fields"),
@@ -411,11 +444,25 @@ CORRUPTIONS = {
     "starts of text": ("padded", first_layer(starts=["0", "7"]), "are not one slot per row"),
     "starts unknown": ("padded", first_layer(starts_known=None), "are not one slot per row"),
     "a tensor more": ("plain", lambda f: damage_tensors(f, lambda t: t.update(extra=torch.zeros(1))), "holds .*extra"),
-    "a tensor less": ("plain", lambda f: damage_tensors(f, lambda t: t.pop("key_min")), "expected are .*key_min"),
+    "a tensor less": ("plain", lambda f: damage_tensors(f, lambda t: t.pop("key_scale")), "expected are .*key_scale"),
+    "no minimum": ("ranges", lambda f: damage_tensors(f, lambda t: t.pop("key_min")), "expected are .*key_min"),
+    "no centers": ("plain", lambda f: damage_tensors(f, lambda t: t.pop("key_centers")), "expected are .*key_centers"),
+    "centers nan": ("plain", tensor("key_centers", nan), "key_centers holds NaN"),
+    "fewer centers": ("plain", tensor("key_centers", lambda x: x[:, :, :1]), r"key_centers is F16 \[2, 2, 1, 16\], expected"),
+    "learned is text": ("plain", first_layer(learned="yes"), "learned is 'yes', allowed are true and false"),
+    "not learned": ("plain", unlearned, "lacks constants that a cache learns"),
+    "learned too much": ("ranges", learned, "holds constants that a cache learns .* does not: save"),
+    "learned nan": ("plain", tensor("key_metric", lambda x: x * torch.nan), "key_metric holds NaN"),
+    "no inverse": ("plain", tensor("key_inverse", lambda x: 2 * x), "do not give the identity"),
+    "learned heads": ("plain", tensor("key_transform", lambda x: x[:1]), r"key_transform is F32 \[1, 16, 16\], expected"),
+    "queries": ("short", first_layer(queries=-1), "queries is -1"),
+    "a moment too many": ("short", first_layer(queries=0), "holds .*query_moment"),
+    "a moment too few": ("plain", first_layer(queries=5), "expected are .*query_moment"),
+    "moment nan": ("short", tensor("query_moment", lambda x: x * torch.inf), "query_moment holds NaN"),
     "tensor dtype": ("plain", tensor("value_scale", lambda x: x.float()), "value_scale is F32 .* expected is F16"),
     "tensor shape": ("plain", tensor("sink_keys", lambda x: x[:, :, :3]), r"sink_keys is F32 \[2, 2, 3, 16\], expected"),
     "scale nan": ("plain", tensor("key_scale", nan), "key_scale holds NaN"),
-    "min nan": ("plain", tensor("value_min", nan), "value_min holds NaN"),
+    "min nan": ("ranges", tensor("value_min", nan), "value_min holds NaN"),
     "scale zero": ("plain", tensor("key_scale", lambda x: x * 0), "key_scale holds values that are not positive"),
     "native tensors": ("hybrid", lambda f: damage_tensors(f, lambda t: t.update(more=torch.zeros(1))), "allowed are floating"),
     "native half": ("hybrid", lambda f: damage_tensors(f, lambda t: t.pop("keys")), "only one of keys and values"),

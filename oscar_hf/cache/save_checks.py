@@ -25,6 +25,8 @@ ARTIFACT_FOLDER = "artifact"
 FORMAT_VERSION = 2
 # Constants that a layer may have made from its sequence.
 LEARNED = ("key_transform", "key_inverse", "key_metric")
+# The sum of outer products of the queries seen so far.
+QUERY_MOMENT = "query_moment"
 # Fields of storage that version 1 did not have.
 _SINCE_2 = {"key_center", "key_block"}
 LAYER_FILE = re.compile(r"layer-[0-9]{5}[.]safetensors")
@@ -146,9 +148,10 @@ def record_dtype(where: str, record: dict) -> torch.dtype:
 
 def check_record(where: str, layer: OscarLayer, record: dict) -> None:
     """Every number of a layer's record, before anything is allocated from it."""
-    least_of = {"tokens": 1, "history": 0, "batch_size": 1, "kv_heads": 1, "key_dim": 8, "value_dim": 8}
+    least_of = {"tokens": 1, "history": 0, "batch_size": 1, "kv_heads": 1, "key_dim": 8, "value_dim": 8, "queries": 0}
     for name, least in least_of.items():
-        value = record.get(name)
+        # Version 1 knew of no queries.
+        value = record.get(name, 0 if name == "queries" else None)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_COUNT:
             raise CacheStateError(
                 f"{where}: {name} is {value!r}, allowed are integers from {least} on: save the cache again"
@@ -198,9 +201,11 @@ def expected_tensors(layer: OscarLayer, record: dict) -> Shapes:
         expected |= {f"{name}_{part}": (DTYPES[kind], shape) for part, (kind, shape) in shapes.items()}
         expected[f"sink_{name}s"] = (dtype, (*rows, sink, dim))
         expected[f"recent_{name}s"] = (dtype, (*rows, recent, dim))
+    square = ("F32", (record["kv_heads"], record["key_dim"], record["key_dim"]))
     if record.get("learned"):
-        square = ("F32", (record["kv_heads"], record["key_dim"], record["key_dim"]))
         expected |= dict.fromkeys(LEARNED if layer.config.key_rule.needs_metric else LEARNED[:2], square)
+    if record.get("queries"):
+        expected[QUERY_MOMENT] = square
     return expected
 
 
@@ -215,14 +220,14 @@ def check_values(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def check_learned(path: Path, tensors: dict[str, Tensor], must_learn: bool) -> None:
     """Refuse constants that are no transform and its inverse, that are missing, or that no cache of this artifact learns."""
-    if must_learn != ("key_transform" in tensors):
+    if must_learn != ("key_transform" in tensors) or (QUERY_MOMENT in tensors and not must_learn):
         raise CacheStateError(
             f"{path} {'lacks' if must_learn else 'holds'} constants that a cache learns from its sequence, which "
             f"this artifact {'needs' if must_learn else 'does not'}: save the cache again"
         )
     if not must_learn:
         return
-    for name in LEARNED:
+    for name in (*LEARNED, QUERY_MOMENT):
         if name in tensors and not torch.isfinite(tensors[name]).all():
             raise CacheStateError(f"{path}: {name} holds NaN or infinite values: save the cache again")
     if inverse_error(tensors["key_transform"], tensors["key_inverse"]) > INVERSE_TOLERANCE:

@@ -28,7 +28,7 @@ from ..storage.layer_store import LayerStore
 from ..transformers_compat import model_config as compat
 from . import save_checks, save_load_native
 from .layer import OscarLayer
-from .save_checks import ARTIFACT_FOLDER, CACHE_FILE, FORMAT_VERSION, LEARNED
+from .save_checks import ARTIFACT_FOLDER, CACHE_FILE, FORMAT_VERSION, LEARNED, QUERY_MOMENT
 
 
 # ---------------------------------------------------------------------------------------------------------- identity
@@ -157,6 +157,9 @@ def _packed_layer(store: LayerStore) -> tuple[dict, dict[str, Tensor]]:
     """What of a store is in use: its record for the JSON and its tensors."""
     (tokens, history), sink = store.lengths(), store.sink
     batch, heads, key_dim, value_dim = store.geometry
+    learned = store.learned()
+    # What a growing cache may still have to learn from.
+    moment = None if learned is None or history else store.statistics.query_moment
     record = {
         "kind": "oscar",
         "tokens": tokens,
@@ -168,8 +171,9 @@ def _packed_layer(store: LayerStore) -> tuple[dict, dict[str, Tensor]]:
         "key_dim": key_dim,
         "value_dim": value_dim,
         "dtype": str(store.dtype).removeprefix("torch."),
-        # Constants that the store made from this sequence and has packed rows with.
-        "learned": store.statistics is not None and history > 0,
+        # Constants that the store made from this sequence, and how many queries a moment of queries is of, 0 for none.
+        "learned": learned is not None,
+        "queries": 0 if moment is None else store.statistics.queries,
     }
     recent = store.ring_index(sink + history, tokens) if sink + history < tokens else slice(0, 0)
     tensors = {}
@@ -177,8 +181,10 @@ def _packed_layer(store: LayerStore) -> tuple[dict, dict[str, Tensor]]:
         tensors |= {f"{name}_{part}": tensor for part, tensor in side.rows.in_use(history).items()}
         tensors[f"sink_{name}s"] = _sink_in_use(store, side.sink)
         tensors[f"recent_{name}s"] = side.ring[:, :, recent]
-    if record["learned"]:
-        tensors |= {name: made for name in LEARNED if (made := getattr(store.constants, name)) is not None}
+    if learned is not None:
+        tensors |= {name: made for name in LEARNED if (made := getattr(learned, name)) is not None}
+    if moment is not None:
+        tensors[QUERY_MOMENT] = moment
     return record, tensors
 
 
@@ -290,7 +296,8 @@ def _restore(path: Path, index: int, layer: OscarLayer, record: dict, device: to
         exact = tensors[f"sink_{name}s"]
         side.sink[:, :, : exact.shape[2]] = exact
         side.ring[:, :, recent] = tensors[f"recent_{name}s"]
-    save_checks.check_learned(path, tensors, must_learn=store.statistics is not None and history > 0)
-    if learned := {name: tensors[name] for name in LEARNED if name in tensors}:
-        store.restore_constants(learned)
+    save_checks.check_learned(path, tensors, must_learn=store.statistics is not None)
+    if store.statistics is not None:
+        learned = {name: tensors[name] for name in LEARNED if name in tensors}
+        store.restore_learned(learned, tensors.get(QUERY_MOMENT), record.get("queries", 0))
     store.restore(tokens, history, record["starts"], record["starts_known"])

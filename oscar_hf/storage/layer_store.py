@@ -196,21 +196,31 @@ class LayerStore:
     def _learn(self, new: Tensor, first: int) -> None:
         """Make the constants that depend on the sequence, now that its first tokens are to be packed. new: keys of slots
         `first`.."""
-        if self.statistics is None or self._lengths[1]:
-            return
+        if self.statistics is not None and not self._lengths[1] and (made := self._constants_of(new, first)) is not None:
+            self._take_constants(made)
+
+    def _constants_of(self, new: Tensor, first: int) -> LayerConstants | None:
+        """What is known from the exact keys of all slots, those of `first`.. being `new`; None where they are the sink's alone."""
         total = first + new.shape[2]
         # Of a short prompt the sink's tokens are most; the very first ones are like no others.
         begin = self.sink if first or total > 2 * self.sink else min(4, total - 1)
         if begin >= total:
-            return
+            return None
         keys = self._slots(self.keys, new, first, begin, total)
         hidden = [max(0, row - begin) for row in self.padding.rows]
         with torch.inference_mode(False):
-            self._take_constants(self.statistics.constants(keys, hidden))
+            return self.statistics.constants(keys, hidden)
 
-    def restore_constants(self, learned: dict[str, Tensor]) -> None:
-        """Take constants that were made from the sequence of a saved cache, by name."""
-        self._take_constants(LayerConstants(**{**self.constants.tensors(), **learned}))
+    def learned(self) -> LayerConstants | None:
+        """Constants that were made from the sequence so far or, where nothing is packed yet, would be; None where none are."""
+        if self.statistics is None or self.history:
+            return None if self.statistics is None else self.constants
+        return self._constants_of(self.dense("k"), 0)
+
+    def restore_learned(self, constants: dict[str, Tensor], query_moment: Tensor | None, queries: int) -> None:
+        """Take what was learned from the sequence of a saved cache: constants by name, and what its queries were."""
+        self._take_constants(LayerConstants(**{**self.constants.tensors(), **constants}))
+        self.statistics.query_moment, self.statistics.queries = query_moment, queries
 
     def _take_constants(self, constants: LayerConstants) -> None:
         self.constants = constants

@@ -98,6 +98,10 @@ class StaticStore(LayerStore):
         # In place: a captured graph knows the address, and the sides are views of the buffer.
         self.flat_constants.copy_(constants.flat[0])
 
+    def learned(self) -> LayerConstants | None:
+        """Constants that were made from the sequence so far: those in use, for steps learn nothing."""
+        return None if self.statistics is None else self.constants
+
     def place(self, keys: Tensor, values: Tensor) -> None:
         """As LayerStore does; and what is to be learned of the sequence is learned now, for steps cannot."""
         first = self._lengths[0]
