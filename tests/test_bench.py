@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import prompt, tiny_model
 
-from oscar_hf import OscarCache, OscarError
+from oscar_hf import OscarCache, OscarConfig, OscarError
 from oscar_hf.bench import caches, command, models, plot, prefill
 from oscar_hf.bench import decode as generation
 from oscar_hf.bench import decode_kernel as kernel
@@ -145,7 +145,7 @@ def test_synthetic_artifact_has_the_cost_of_the_default_recipe():
     model = tiny_model("llama")
     artifact = synthetic_artifact(model.config)
     artifact.validate()
-    assert artifact.config.key_scale == "weighted_search_both_ends"
+    assert artifact.config == OscarConfig.from_recipe("default")
     cache = OscarCache(model.config, artifact=artifact, sink_tokens=4, recent_tokens=8)
     model.generate(prompt(1, 40)[0], past_key_values=cache, max_new_tokens=2)
     assert cache.layers[0].store.history > 0

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oscar_hf import Artifact, ArtifactError, OscarCache, OscarConfig, UnsupportedModelError, calibrate
+from oscar_hf.artifact.recipes import PUBLISHED_STORAGE
 from oscar_hf.calibration.calibrate import layer_constants
 from oscar_hf.calibration.evaluate import StreamingLayer, evaluate
 from oscar_hf.calibration.moments import LayerMoments, gather
@@ -85,9 +86,13 @@ RECIPES = [
     dict(recipe="paper", value_target="attention", per_head=True),
     dict(recipe="hadamard"),
     dict(recipe="default"),
-    dict(recipe="default", per_head=False, key_symmetric=True, key_scale="weighted_search_both_ends"),
-    dict(recipe="default", key_transform="oscar", key_scale="search", value_transform="identity"),
-    dict(recipe="default", key_transform="balanced", center_keys=False, key_scale="percentile(0.9)"),
+    dict(),
+    dict(recipe="balanced", per_head=False, key_symmetric=False, key_scale="weighted_search_both_ends"),
+    dict(recipe="balanced", key_transform="oscar", key_scale="search", value_transform="identity"),
+    dict(recipe="balanced", key_center="none", key_scale="percentile(0.9)"),
+    dict(recipe="balanced", key_center="mean"),
+    dict(recipe="balanced", key_block=32),
+    dict(recipe="paper", **PUBLISHED_STORAGE),
 ]
 
 
@@ -127,7 +132,7 @@ def test_balanced_keys_have_the_metric_of_the_transformed_queries():
         torch.randn(2, 2, 400, 16), torch.randn(2, 400, 16), torch.randn(2, 400, 16), torch.randn(2, 2, 400, 16)
     )
     moments.add_scored_values(torch.randn(2, 400, 16), torch.randn(2, 400, 16))
-    constants = layer_constants(moments, OscarConfig.from_recipe("default"))
+    constants = layer_constants(moments, OscarConfig.from_recipe("balanced"))
     inverse = constants.key_inverse.double()
     metric = inverse @ moments.late_query_covariance @ inverse.mT
     metric = metric / metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
@@ -209,37 +214,72 @@ def test_the_default_text_ships_with_the_package():
     assert "Emma Woodhouse" in words and "def quantize" in words and "Emma" in source
 
 
-def test_evaluation_is_token_by_token_decoding():
-    """The one-pass protocol gives the distributions of a real decode through OscarCache."""
-    model = tiny_model("llama", num_hidden_layers=2)
-    artifact = calibrate(model, tokenizer(), text(), tokens=2048, context=512, progress=False)
-    ids = torch.randint(2, 90, (1, 80), generator=torch.Generator().manual_seed(5))
-    windows = dict(sink_tokens=4, recent_tokens=8)
-    quality = evaluate(model, artifact, [ids], first_position=40, **windows)
-    cache = OscarCache(model.config, artifact=artifact, **windows)
+def decoded_kl(model, cache, ids, prompt, first):
+    """KL at positions `first`.. of a real decode, `prompt` tokens at once, from the exact model."""
     rows = []
     with torch.no_grad():
-        for position in range(80):
-            rows.append(model(input_ids=ids[:, position : position + 1], past_key_values=cache).logits[0, -1])
-        got = torch.stack(rows).log_softmax(-1)[40:-1]
-        expected = model(input_ids=ids).logits[0].log_softmax(-1)[40:-1]
-    kl = (expected.exp() * (expected - got)).sum(-1).mean().item()
+        rows.append(model(input_ids=ids[:, :prompt], past_key_values=cache).logits[0])
+        for position in range(prompt, ids.shape[1]):
+            rows.append(model(input_ids=ids[:, position : position + 1], past_key_values=cache).logits[0])
+        got = torch.cat(rows).log_softmax(-1)[first:-1]
+        expected = model(input_ids=ids).logits[0].log_softmax(-1)[first:-1]
+    return (expected.exp() * (expected - got)).sum(-1).mean().item()
+
+
+def test_evaluation_is_token_by_token_decoding():
+    """The one-pass protocol gives the distributions of a real decode through OscarCache; blocks of 32 keys fit the window."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    artifact = calibrate(model, tokenizer(), text(), tokens=2048, context=512, progress=False)
+    ids = torch.randint(2, 90, (1, 120), generator=torch.Generator().manual_seed(5))
+    windows = dict(sink_tokens=4, recent_tokens=32)
+    quality = evaluate(model, artifact, [ids], first_position=60, **windows)
+    kl = decoded_kl(model, OscarCache(model.config, artifact=artifact, **windows), ids, 1, 60)
     assert quality.kl == pytest.approx(kl, rel=1e-3) and kl > 0
-    assert quality.positions == 39 and quality.bits == 2 + 32 / 16
+    # Scales of keys and of values, and a center for each block of 32 keys.
+    assert quality.positions == 59 and quality.bits == 2 + 16 / 16 + 16 / 32 / 2
     assert evaluate(model, artifact, [ids], side="v", **windows).kl < quality.kl
     with pytest.raises(ArtifactError, match="first_position"):
-        evaluate(model, artifact, [ids], first_position=79)
+        evaluate(model, artifact, [ids], first_position=119)
+
+
+@pytest.mark.parametrize("recipe", ["default", "hadamard"])
+def test_evaluation_learns_from_what_comes_before_the_judged_positions(recipe):
+    """As a cache does whose prompt that is; with one layer the prompt's own errors reach no key."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    ids = torch.randint(2, 90, (1, 160), generator=torch.Generator().manual_seed(5))
+    windows = dict(sink_tokens=4, recent_tokens=32)
+    quality = evaluate(model, Artifact.data_free(recipe), [ids], first_position=100, **windows)
+    kl = decoded_kl(model, OscarCache(model.config, recipe=recipe, **windows), ids, 100, 100)
+    # A real prompt's last tokens stay exact for one call more.
+    assert quality.kl == pytest.approx(kl, rel=0.1) and kl > 0
 
 
 def test_bits_count_keys_and_values_by_their_own_dims():
     model = tiny_model("llama", num_hidden_layers=2)
-    layer = StreamingLayer(Artifact.data_free(), OscarConfig.from_recipe("hadamard", value_symmetric=True), 0, "kv")
+    config = OscarConfig.from_recipe("hadamard", key_scale="search", key_symmetric=False)
+    layer = StreamingLayer(Artifact.data_free("hadamard"), config, 0, "kv", 100)
     layer.update(torch.zeros(1, 2, 3, 256), torch.zeros(1, 2, 3, 64))
-    # Keys: two groups of 128 with scale and minimum; values: one group with a scale.
-    assert layer.bits == 2 + (2 * 32 + 16) / (256 + 64)
-    assert (
-        evaluate(model, Artifact.data_free(), [torch.randint(2, 90, (1, 40))], key_symmetric=True).bits == 2 + 24 / 16
-    )
+    # Keys: two groups of 128 with scale and minimum, and a 128th of a center; values: one group with a scale.
+    assert layer.bits == 2 + (2 * 32 + 16 + 256 * 16 / 128) / (256 + 64)
+    ids = torch.randint(2, 90, (1, 40))
+    assert evaluate(model, Artifact.data_free(), [ids], value_symmetric=False).bits == 2 + 24 / 16 + 16 / 128 / 2
+    assert evaluate(model, Artifact.data_free(), [ids], key_block=32).bits == 2 + 1 + 16 / 32 / 2
+    assert evaluate(model, Artifact.data_free(), [ids], key_center="none").bits == 3
+
+
+def test_an_artifact_is_judged_on_the_end_of_a_long_text():
+    model = tiny_model("llama", num_hidden_layers=2)
+    options = dict(tokens=2048, context=512, progress=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = calibrate(model, tokenizer(), text(20_000), **options).config.calibration["held_out"]
+    assert found["tokens"] > 1000 and set(found) == {"tokens", "kl", "kl_default", "kl_hadamard"}
+    assert all(found[name] > 0 for name in ("kl", "kl_default", "kl_hadamard"))
+    warned = any("this artifact is no better" in str(w.message) for w in caught)
+    assert warned == (found["kl"] >= min(found["kl_default"], found["kl_hadamard"]))
+    # Of a short text nothing is kept out, and nobody has to ask for it.
+    assert "held_out" not in calibrate(model, tokenizer(), text(), **options).config.calibration
+    assert "held_out" not in calibrate(model, tokenizer(), text(20_000), judge=False, **options).config.calibration
 
 
 def test_a_gguf_file_that_nobody_named_is_hinted_at(tmp_path, capsys):

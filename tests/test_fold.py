@@ -10,13 +10,15 @@ from torch import nn
 
 from oscar_hf import Artifact, OscarCache, OscarConfig, UnsupportedModelError
 from oscar_hf.artifact.layer_constants import LayerConstants
+from oscar_hf.artifact.recipes import PUBLISHED_STORAGE
 from oscar_hf.calibration.fold_values import fold_value_rotation
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
 
 
 def artifact_for(model, per_head, dim):
-    config = OscarConfig.from_recipe("paper", per_head=per_head)
+    # With error feedback a code that rounding tips takes others of its row along.
+    config = OscarConfig.from_recipe("paper", per_head=per_head, **PUBLISHED_STORAGE)
     layers = {}
     for index in range(model.config.num_hidden_layers):
         shape = (2,) if per_head else ()

@@ -9,6 +9,7 @@ from tiny_models import ENCODER_DECODER, FAMILIES, VISION, inputs, tiny_config, 
 from transformers.cache_utils import CacheLayerMixin
 
 from oscar_hf import Artifact, OscarCache, OscarError
+from oscar_hf.artifact.recipes import PUBLISHED_STORAGE
 from oscar_hf.cache.layer import OscarLayer
 from oscar_hf.cli.main import main
 from oscar_hf.cli.plan import plan_config
@@ -41,6 +42,7 @@ def test_plan_is_what_a_cache_takes(family, length):
     with torch.no_grad():
         model(**arguments, **{CACHE_ARGUMENT: cache})
     report = cache.memory_report()
+    assert plan.is_learned == bool(cache.oscar_layers)
     assert len(plan.layers) == len(cache.layers) and plan.is_static == (length is not None)
     for index, (planned, layer) in enumerate(zip(plan.layers, cache.layers)):
         regions = {name: size for name, size in report.layers[index].regions.items() if name != "constants"}
@@ -61,13 +63,16 @@ def test_command(tmp_path, capsys):
     out = capsys.readouterr().out
     # 36 equal layers are one line.
     (line,) = [line for line in out.splitlines() if "full_attention" in line]
-    assert line.split()[:8] == ["0-35", "full_attention", "fused", "8", "4", "128", "128", "2.25"]
-    assert "6.96x smaller than BF16" in out
+    assert line.split()[:8] == ["0-35", "full_attention", "fused", "8", "4", "128", "128", "2.19"]
+    # For each of 8 heads a transform, its inverse and a metric, float32.
+    assert "7.15x smaller than BF16; the rotations, 54.25 MiB, are each cache's own and are not counted" in out
     plan = json.loads(target.read_text())
     assert plan["context"] == 102400 and plan["is_static"] is False and len(plan["layers"]) == 36
     assert plan["totals"]["bytes_bf16"] == 102400 * 147456
-    # 2 bits a code, and scale and min of 16 bits for 128 of them.
-    assert plan["layers"][0]["token_bytes"] == 8 * 2 * (32 + 4) and plan["layers"][0]["token_bytes_bf16"] == 4096
+    # 2 bits a code, a scale of 16 bits for 128 of them, and a center of a block of 128 keys.
+    assert plan["layers"][0]["token_bytes"] == 8 * (2 * (32 + 2) + 2) and plan["layers"][0]["token_bytes_bf16"] == 4096
+    # All layers begin with one Hadamard matrix and its inverse, for keys and for values.
+    assert plan["is_learned"] and plan["constants"] == 4 * 128 * 128 * (36 * 3 * 8 + 4)
     assert main(["plan", folder, "--max-cache-len", "4096"]) == 0
     assert "static cache of 4,096 tokens" in capsys.readouterr().out
 
@@ -91,10 +96,17 @@ def test_eager_attention_is_not_fused():
 
 
 def test_storage_comes_from_the_artifact():
-    artifact = Artifact.data_free("hadamard", group_size=32, key_symmetric=True, value_symmetric=True)
+    artifact = Artifact.data_free("hadamard", group_size=32)
     layer = plan_config(tiny_config("qwen3"), artifact).layers[0]
-    assert layer.group_size == 32 and layer.bits_per_element == 2.5
-    mixed = plan_config(tiny_config("qwen3"), Artifact.data_free("hadamard", key_symmetric=True)).layers[0]
+    # A scale for 32 elements, and a center of 16 bits for 128 keys.
+    assert layer.group_size == 32 and layer.bits_per_element == 2.5 + 16 / 128 / 2
+    plain = Artifact.data_free("hadamard", group_size=32, key_center="none")
+    assert plan_config(tiny_config("qwen3"), plain).layers[0].bits_per_element == 2.5
+    both = plan_config(tiny_config("qwen3"), Artifact.data_free("hadamard", **PUBLISHED_STORAGE))
+    assert both.layers[0].bits_per_element == 2.5
+    # A rotation and its inverse, for keys and for values, of all layers.
+    assert not both.is_learned and "come once per model" in str(both) and both.constants == 4 * 4 * 64 * 64
+    mixed = plan_config(tiny_config("qwen3"), Artifact.data_free("hadamard", value_symmetric=False)).layers[0]
     assert mixed.path == "PyTorch" and "min" in mixed.why
 
 

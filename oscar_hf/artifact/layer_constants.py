@@ -113,11 +113,17 @@ class LayerConstants:
         }
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, what they share counted once."""
+    def storages(self) -> dict[int, int]:
+        """Bytes of all memory in use, by what tells it apart: tensors, and layers, may share some."""
         cached = [vars(self)["key_query"]] if "key_query" in vars(self) else []
         tensors = [*self.tensors().values(), *cached, *([self.flat[0]] if "flat" in vars(self) else [])]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        # Not by address: on the meta device, where plans are made, all have the address 0.
+        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, what they share counted once."""
+        return sum(self.storages.values())
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors present, by field name."""

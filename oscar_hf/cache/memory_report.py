@@ -30,8 +30,9 @@ class MemoryReport:
 
     Attributes:
         layers (`list[LayerMemory]`):
-            One entry per layer. Regions are sink, recent, codes, scale_min, centers, constants and native. `constants` are per
-            model: every cache of one artifact on one device shares them. `native` are the layers of transformers' own classes.
+            One entry per layer. Regions are sink, recent, codes, scale_min, centers, constants and native. `constants` of an
+            artifact are per model: every cache on one device shares them; what a cache learned from its prompt is its own.
+            `native` are the layers of transformers' own classes.
 
     Example:
 

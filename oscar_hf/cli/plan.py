@@ -76,7 +76,8 @@ class Plan:
         context (`int`): Tokens that are counted for.
         is_static (`bool`): Whether a static cache is planned.
         layers (`list[LayerPlan]`): One per cache layer.
-        constants (`int`): Bytes of the rotations, which all caches of a model share; they are in no other sum.
+        constants (`int`): Bytes of the transforms and metrics; they are in no other sum.
+        is_learned (`bool`): Whether each cache makes those from its prompt; else all caches of a model share them.
         notes (`list[str]`): What else there is to know.
     """
 
@@ -87,6 +88,7 @@ class Plan:
     is_static: bool
     layers: list[LayerPlan]
     constants: int
+    is_learned: bool
     notes: list[str]
 
     @property
@@ -186,7 +188,7 @@ def plan_config(
         notes.append(f"the last {readers} layers keep nothing: they read the keys and values of earlier layers")
     if compat.has_cross_attention(config):
         notes.append("self-attention of the decoder alone: pass EncoderDecoderCache(OscarCache(...), DynamicCache())")
-    constants = {id(layer.constants): layer.constants.nbytes for layer in cache.oscar_layers}
+    constants = dict(item for layer in cache.oscar_layers for item in layer.constants.storages.items())
     return Plan(
         model=name,
         model_type=decoder.model_type,
@@ -195,6 +197,7 @@ def plan_config(
         is_static=max_cache_len is not None,
         layers=layers,
         constants=sum(constants.values()),
+        is_learned=any(layer.store.statistics is not None for layer in cache.oscar_layers),
         notes=notes,
     )
 
@@ -303,7 +306,8 @@ def _table(plan: Plan) -> str:
     ratio = totals["ratio"]
     change = f"{ratio:.2f}x smaller than BF16" if ratio > 1 else f"{1 / ratio:.2f}x larger than BF16"
     change = "as large as BF16" if ratio == 1 else change
-    lines.append(f"{change}; the rotations, {_mib(plan.constants)}, come once per model and are not counted")
+    owner = "are each cache's own" if plan.is_learned else "come once per model"
+    lines.append(f"{change}; the rotations, {_mib(plan.constants)}, {owner} and are not counted")
     reasons = dict.fromkeys((layer.path, layer.why) for layer in plan.layers if layer.why)
     lines += [f"{path}: {why}" for path, why in reasons]
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
