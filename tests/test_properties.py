@@ -15,12 +15,15 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_config
-from twin import Twin
+from twin import Twin, coarse
 
 from oscar_hf import Artifact, CacheStateError, OscarCache, OscarConfig
 from oscar_hf.artifact.layer_constants import LayerConstants
+from oscar_hf.kernels import decode_step
 from oscar_hf.kernels.decode import MAX_NEW_TOKENS
+from oscar_hf.quantization.block_centers import open_blocks
 from oscar_hf.quantization.rotation import hadamard
+from oscar_hf.storage import layer_store
 from oscar_hf.storage.waiting_prompt import DRAFT_MARGIN
 
 EXAMPLES = int(os.environ.get("OSCAR_HF_EXAMPLES", "200"))
@@ -30,14 +33,17 @@ LOOKS = st.sampled_from(["none", "sdpa", "sdpa", "eager", "dense"])
 GEOMETRIES = st.fixed_dictionaries(
     {
         "sink": st.sampled_from([4, 4, 4, 0, 1]),
-        "recent": st.integers(5, 8),
+        "recent": st.sampled_from([5, 6, 7, 8, 8, 33, 64]),
         "key_dim": st.sampled_from([16, 64]),
         "value_dim": st.sampled_from([16, 64]),
         "batch": st.integers(1, 3),
         "heads": st.integers(1, 2),
         "group": st.integers(1, 2),
         "group_size": st.sampled_from([None, 8]),
-        "symmetric": st.booleans(),
+        "symmetric": st.tuples(st.booleans(), st.booleans()),
+        "key_center": st.sampled_from(["block", "block", "mean", "none"]),
+        "key_block": st.sampled_from([None, 32, 64]),
+        "key_scale": st.sampled_from(["percentile(0.96)", "feedback", "search", "weighted_search"]),
         "calibrated": st.booleans(),
         "bfloat16": st.sampled_from([False, False, False, True]),
         "seed": st.integers(0, 99),
@@ -70,7 +76,8 @@ OPERATIONS = st.lists(
 
 
 def exact_artifact(key_dim, value_dim, heads, seed):
-    """Per-head orthogonal transforms and key means with which every product of grid numbers is exact in float32."""
+    """Per-head orthogonal transforms, key means and metrics with which every product of grid numbers is exact in float32. As there
+    is a metric, nothing is learned."""
     generator = torch.Generator().manual_seed(seed)
 
     def transform(dim):
@@ -81,23 +88,48 @@ def exact_artifact(key_dim, value_dim, heads, seed):
     key, value = transform(key_dim), transform(value_dim)
     mean = torch.randint(-8, 9, (heads, key_dim), generator=generator) / 4
     config = OscarConfig.from_recipe(
-        "paper", center_keys=True, per_head=True, num_hidden_layers=1, layer_types=["full_attention"],
+        "paper", per_head=True, num_hidden_layers=1, layer_types=["full_attention"],
         num_key_value_heads=heads, head_dim=key_dim, value_head_dim=value_dim,
     )  # fmt: skip
-    return Artifact(config, {0: LayerConstants(key, key.mT, value, value.mT, mean)})
+    metric = torch.eye(key_dim).repeat(heads, 1, 1)
+    return Artifact(config, {0: LayerConstants(key, key.mT, value, value.mT, mean, metric)})
+
+
+def open_coarse_blocks(rows, start, stop, *arguments):
+    """`open_blocks` whose centers lie on the grid of the rows."""
+    open_blocks(rows, start, stop, *arguments)
+    if block := rows.center_block:
+        opened = rows.centers[:, :, -(-start // block) : -(-stop // block)]
+        opened.copy_(coarse(opened))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def coarse_centers():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (layer_store, decode_step):
+            patch.setattr(module, "open_blocks", open_coarse_blocks)
+        yield
 
 
 class Run:
     """A growing cache, a static one and their twin, and what an operation does to the three."""
 
     def __init__(
-        self, sink, recent, key_dim, value_dim, batch, heads, group, group_size, symmetric, calibrated, bfloat16, seed
-    ):
-        self.artifact = exact_artifact(key_dim, value_dim, heads, seed) if calibrated else Artifact.data_free()
+        self, sink, recent, key_dim, value_dim, batch, heads, group, group_size, symmetric, key_center, key_block, key_scale,
+        calibrated, bfloat16, seed,
+    ):  # fmt: skip
+        free = Artifact.data_free("hadamard")
+        self.artifact = exact_artifact(key_dim, value_dim, heads, seed) if calibrated else free
+        if not calibrated:
+            # There is no mean, and a metric would be learned, by a growing cache and a static one at different moments.
+            key_center = "none" if key_center == "mean" else key_center
+            key_scale = key_scale if key_scale in ("percentile(0.96)", "search") else "search"
+        key_block = None if key_block == 64 and recent < 64 else key_block
         config = tiny_config("llama", num_hidden_layers=1, num_key_value_heads=heads, head_dim=key_dim)
         options = dict(
             artifact=self.artifact, sink_tokens=sink, recent_tokens=recent, group_size=group_size,
-            key_symmetric=symmetric, value_symmetric=symmetric,
+            key_symmetric=symmetric[0] or key_scale == "feedback", value_symmetric=symmetric[1], key_center=key_center,
+            key_block=key_block, key_scale=key_scale,
         )  # fmt: skip
         self.caches = [OscarCache(config, **options), OscarCache(config, max_cache_len=MAX_CACHE_LEN, **options)]
         self.group, self.shape = group, (heads, key_dim, value_dim)
@@ -349,6 +381,9 @@ class Run:
             if twin.history:
                 for got, expected in zip(rows.read(0, layer.store.history), twin.stored(kind)):
                     assert (got is None and expected is None) or torch.equal(got, expected)
+                centers = rows.in_use(layer.store.history).get("centers") if kind == "k" else None
+                assert (centers is None) == (kind == "v" or not twin.centers)
+                assert centers is None or torch.equal(centers.double(), torch.stack(twin.centers, 2))
             dense, expected = layer.store.dense(kind).double(), twin.dense(kind)
             self.close(dense, expected, twin.real()[:, None, :, None])
             exact = (twin.real() & ~twin.packed())[:, None, :, None]

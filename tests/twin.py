@@ -1,16 +1,23 @@
 """Twin: what an OscarLayer should hold and answer, kept the obvious way, every token in float64.
 
 It keeps the exact rows of all tokens and beside them, made once by the reference quantizer at the moment a token leaves the
-exact region, the codes of those that are packed. Everything else follows: which slots a row reads from where, the dense
-tensors, attention. It shares the quantizer and the constants with the package, and none of its storage.
+exact region, the codes of those that are packed, and for each block of keys the center that its first token got. Everything
+else follows: which slots a row reads from where, the dense tensors, attention. It shares the quantizer and the constants with
+the package, and none of its storage.
 """
 
 import copy
 
 import torch
 
+from oscar_hf.kernels.decode import MAX_NEW_TOKENS
 from oscar_hf.quantization.quantizer import dequantize, quantize_rows
 from oscar_hf.storage.waiting_prompt import DRAFT_MARGIN
+
+
+def coarse(center):
+    """A center as this test's storage holds it: on the grid of the rows, so that differences from it are exact."""
+    return (center.half().double() * 16).round() / 16
 
 
 class Twin:
@@ -22,6 +29,7 @@ class Twin:
             kind: torch.zeros(batch, heads, 0, dim).double() for kind, dim in (("k", key_dim), ("v", value_dim))
         }
         self.codes: dict[str, list] = {"k": [], "v": []}
+        self.centers: list = []
         self.placed = self.history = 0
         self.starts, self.starts_known, self.mask_seen = [0] * batch, False, False
 
@@ -41,6 +49,7 @@ class Twin:
     def copy(self):
         twin = copy.copy(self)
         twin.rows, twin.codes = dict(self.rows), {kind: list(codes) for kind, codes in self.codes.items()}
+        twin.centers = list(self.centers)
         twin.starts = list(self.starts)
         return twin
 
@@ -67,22 +76,37 @@ class Twin:
     def _place(self):
         exact = self.config.recent_tokens - 1 + min(self.waiting, DRAFT_MARGIN)
         history = max(self.history, self.total - self.config.sink_tokens - exact)
-        first = self.config.sink_tokens
+        first, block = self.config.sink_tokens, self.config.center_block
+        # A step packs before its new tokens are known.
+        known = self.total if self.waiting > MAX_NEW_TOKENS else self.placed
         for slot in range(first + self.history, first + history):
+            if block and (slot - first) % block == 0:
+                self.centers.append(self._center(slot, min(slot + block, known)))
             for kind in "kv":
-                self.codes[kind].append(self._quantize(kind, self.rows[kind][:, :, slot : slot + 1]))
+                self.codes[kind].append(self._quantize(kind, slot))
         self.placed, self.history = self.total, history
 
-    def _quantize(self, kind, row):
-        config, constants = self.config, self.constants
-        row = row.float()
+    def _center(self, begin, end):
+        """Mean key of those of slots begin..end-1 that are no padding, [B, H, D]; 0 where all are."""
+        center = torch.zeros_like(self.rows["k"][:, :, 0])
+        for row, start in enumerate(self.starts):
+            if start < end:
+                center[row] = self.rows["k"][row, :, max(begin, start) : end].float().mean(1)
+        return coarse(center)
+
+    def _quantize(self, kind, slot):
+        config, constants, metric = self.config, self.constants, None
+        row = self.rows[kind][:, :, slot : slot + 1].float()
         if kind == "v":
             rule, symmetric, transform = config.value_rule, config.value_symmetric, constants.value_transform
         else:
             rule, symmetric, transform = config.key_rule, config.key_symmetric, constants.key_transform
-            if constants.key_mean is not None:
+            metric = constants.for_rule(rule).key_metric
+            if config.key_center == "mean":
                 row = row - constants.key_mean[:, None]
-        return quantize_rows(row @ transform, config.group_size_for(row.shape[3]), rule, symmetric)
+            elif config.center_block:
+                row = row - self.centers[(slot - config.sink_tokens) // config.center_block].float()[:, :, None]
+        return quantize_rows(row @ transform, config.group_size_for(row.shape[3]), rule, symmetric, metric)
 
     def crop(self, count):
         self.commit()
@@ -94,6 +118,8 @@ class Twin:
         self.rows = {kind: rows[:, :, :keep] for kind, rows in self.rows.items()}
         self.placed, self.history = keep, min(self.history, max(0, keep - self.config.sink_tokens))
         self.codes = {kind: codes[: self.history] for kind, codes in self.codes.items()}
+        # What is left of a block keeps its center.
+        self.centers = self.centers[: -(-self.history // max(1, self.config.center_block))]
         self.starts = [min(start, keep) for start in self.starts]
 
     def reset(self):
@@ -107,6 +133,7 @@ class Twin:
             kind: [tuple(None if part is None else part[index] for part in token) for token in codes]
             for kind, codes in self.codes.items()
         }
+        self.centers = [center[index] for center in self.centers]
         self.starts = [self.starts[i] for i in index]
 
     # ------------------------------------------------------------------------------------------------ reading
@@ -133,8 +160,11 @@ class Twin:
         key = kind == "k"
         inverse = self.constants.key_inverse if key else self.constants.value_inverse
         history = dequantize(*self.stored(kind), dtype=torch.float64) @ inverse.double()
-        if key and self.constants.key_mean is not None:
+        if key and self.config.key_center == "mean":
             history = history + self.constants.key_mean[:, None].double()
+        elif key and self.centers:
+            centers = torch.stack(self.centers, 2).repeat_interleave(self.config.center_block, 2)
+            history = history + centers[:, :, : self.history]
         dense, sink = self.rows[kind].clone(), self.config.sink_tokens
         dense[:, :, sink : sink + self.history] = history
         return torch.where(self.packed()[:, None, :, None], dense, self.rows[kind])
