@@ -85,7 +85,7 @@ class OscarConfig:
     key_center: str = "block"
     key_block: int | None = None
     key_scale: str = "feedback"
-    value_scale: str = "percentile(0.92)"
+    value_scale: str = "unbiased"
     key_symmetric: bool = True
     value_symmetric: bool = True
     sink_tokens: int = 64
@@ -157,15 +157,17 @@ class OscarConfig:
                 rule = ScaleRule.parse(getattr(self, name))
             except ValueError as error:
                 raise ArtifactError(f"{name}: {error}") from None
-            if rule.feedback and not self.key_symmetric and name == "key_scale":
+            side = name.removesuffix("_scale")
+            if rule.needs_symmetric and not getattr(self, f"{side}_symmetric"):
+                given, other = getattr(self, name), "weighted_search_both_ends" if side == "key" else "percentile(0.92)"
                 raise ArtifactError(
-                    "key_scale: got 'feedback' with key_symmetric false, but feedback stores no minimum: "
-                    "give another key_scale, such as weighted_search_both_ends, or leave key_symmetric true"
+                    f"{name}: got {given!r} with {side}_symmetric false, but {given} stores no minimum: "
+                    f"give another {name}, such as {other}, or leave {side}_symmetric true"
                 )
             if rule.needs_metric and name == "value_scale":
                 raise ArtifactError(
                     f"value_scale: {self.value_scale!r} needs a query metric and is for keys only: "
-                    "use percentile(c) or search"
+                    "use unbiased, percentile(c) or search"
                 )
 
     def _check(self, name: str, ok: bool, allowed: str) -> None:

@@ -12,7 +12,7 @@ VALUE_TARGETS = ("score", "attention")
 
 # How rows are stored, whatever they are rotated by.
 _STORAGE = dict(
-    key_center="block", key_scale="feedback", value_scale="percentile(0.92)", key_symmetric=True, value_symmetric=True,
+    key_center="block", key_scale="feedback", value_scale="unbiased", key_symmetric=True, value_symmetric=True,
 )  # fmt: skip
 
 RECIPES: dict[str, dict[str, Any]] = {

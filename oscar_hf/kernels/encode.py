@@ -7,13 +7,24 @@ from torch import Tensor
 from ..quantization.kv_side import Side
 from ..quantization.packed_rows import tokens_per_row
 from ..quantization.quantizer import ScaleRule, check_group_size
-from .feedback import feedback_codes, scale_of_rms
+from .feedback import (
+    FEEDBACK_SCALE,
+    UNBIASED_SCALE,
+    feedback_codes,
+    scale_of_rms,
+    unbiased_scale,
+    unbiased_scale_of_metric,
+)
 from .launch import MAX_HEAD_DIM, head_dim_problem, next_power_of_two, tl, triton
 from .scale_search import quantize, scale_of_range, search_at_once, search_in_turn
 
 # Inside the kernel the columns of a rotated row stand in "group order": DIM_TILE = GROUPS_TILE x GROUP_TILE columns,
 # group g from column g * GROUP_TILE on. For a power-of-two head dim that is the order of the channels. For any other,
 # groups and channels are padded to powers of two and the columns that hold no channel are masked.
+
+
+# In place of an order statistic that clips: the rule `unbiased`, which needs none. -1: nothing clips.
+_BY_RMS = tl.constexpr(-2)
 
 
 @triton.jit
@@ -169,11 +180,21 @@ def encode(
     group_ids = tl.arange(0, GROUPS_TILE)
     # With feedback there is no search, and the metric is L.
     if WEIGHTED and not SEARCH:
-        scale = scale_of_rms(x, GROUP_SIZE, GROUP_TILE, GROUPS_TILE, BLOCK_T)
+        scale = scale_of_rms(x, FEEDBACK_SCALE, GROUP_SIZE, GROUP_TILE, GROUPS_TILE, BLOCK_T)
         codes = feedback_codes(
             x, scale, metric_ptr, channels, is_channel, stride_mk, stride_mn, GROUP_SIZE, GROUPS, GROUP_TILE,
             GROUPS_TILE, BLOCK_T,
         )  # fmt: skip
+        scale = unbiased_scale_of_metric(
+            x, codes, scale, metric_ptr, channels, is_channel, stride_mk, stride_mn, GROUP_SIZE, GROUPS, GROUP_TILE,
+            GROUPS_TILE, BLOCK_T,
+        )  # fmt: skip
+    elif CLIP_INDEX == _BY_RMS:
+        scale = scale_of_rms(x, UNBIASED_SCALE, GROUP_SIZE, GROUP_TILE, GROUPS_TILE, BLOCK_T)
+        step = scale[:, :, None]
+        codes = quantize(tl.reshape(x, [BLOCK_T, GROUPS_TILE, GROUP_TILE]), step, step * -1.5)
+        codes = tl.reshape(codes.to(tl.int32), [BLOCK_T, DIM_TILE])
+        scale = unbiased_scale(x, codes, scale, GROUP_TILE, GROUPS_TILE, BLOCK_T)
     else:
         scale, low, codes = _codes_of_range(
             x, metric_ptr, channels, is_channel, stride_mk, stride_mn, SYMMETRIC, CLIP_INDEX, SEARCH, WEIGHTED,
@@ -237,14 +258,14 @@ def _tile_size(single_token: bool, dim_tile: int, rule: ScaleRule) -> tuple[int,
 def encode_plan(head_dim: int, group_size: int, symmetric: bool, rule: ScaleRule, single_token: bool) -> dict:
     """The compile-time arguments of the kernel, except whether there is a transform and a mean."""
     check_group_size(head_dim, group_size)
-    if rule.feedback and not symmetric:
-        raise ValueError("the scale rule feedback is for symmetric storage only")
+    if rule.needs_symmetric and not symmetric:
+        raise ValueError("the scale rules feedback and unbiased are for symmetric storage only")
     group_tile, groups_tile = _tile_dims(head_dim, group_size)
     dim_tile = group_tile * groups_tile
     factors = rule.factors() if rule.search else [(1.0, 1.0)]
     block_t, candidates, num_warps = _tile_size(single_token, dim_tile, rule)
     in_turn = rule.search and candidates == 1
-    clip_index = -1
+    clip_index = _BY_RMS.value if rule.unbiased else -1
     # The largest entry as threshold clips nothing.
     if rule.clip is not None and int(rule.clip * head_dim) < head_dim - 1:
         clip_index = int(rule.clip * head_dim)

@@ -1,4 +1,5 @@
-"""Device functions of the scale rule `feedback`: scales from the root mean square, codes made one channel after the other.
+"""Device functions of the scale rules `feedback` and `unbiased`: scales from the root mean square, codes made one channel after
+the other, and the scale that is stored.
 
 Columns are in group order (see encode.py) and padded columns hold 0. What is padded in L is read as 0, so that the codes of
 padded columns, whatever they are, reach no other.
@@ -9,21 +10,81 @@ from .launch import tl, triton
 from .scale_search import code_limit, round_to_fp16
 
 _SCALE_FLOOR = tl.constexpr(quantizer.SCALE_FLOOR)
-_FEEDBACK_SCALE = tl.constexpr(quantizer.FEEDBACK_SCALE)
+FEEDBACK_SCALE = tl.constexpr(quantizer.FEEDBACK_SCALE)
+UNBIASED_SCALE = tl.constexpr(quantizer.UNBIASED_SCALE)
+_LEAST_FACTOR, _MOST_FACTOR = (tl.constexpr(factor) for factor in quantizer.UNBIASED_RANGE)
 # Columns whose codes are made in turn before their errors go to all columns before them at once; tl.dot wants 16.
 _BLOCK = tl.constexpr(16)
 # Through matrix units, with 22 bits: half the time of float32 products, and rows stay within a warp (see `_tile_size`).
 _PRECISION = tl.constexpr("tf32x3")
+# Columns whose products are made at once where the stored scale is found.
+_SLICE = tl.constexpr(32)
 
 
 @triton.jit
 def scale_of_rms(
-    x, GROUP_SIZE: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, BLOCK_T: tl.constexpr
-):
+    x, FACTOR: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """Scales of rotated rows x [BLOCK_T, DIM_TILE] as fp16 will hold them, float32 [BLOCK_T, GROUPS_TILE]."""
     groups = tl.reshape(x, [BLOCK_T, GROUPS_TILE, GROUP_TILE])
     rms = tl.sqrt_rn(tl.div_rn(tl.sum(groups * groups, axis=2), GROUP_SIZE))
-    return round_to_fp16(tl.maximum(_FEEDBACK_SCALE * rms, _SCALE_FLOOR))
+    return round_to_fp16(tl.maximum(FACTOR * rms, _SCALE_FLOOR))
+
+
+@triton.jit
+def _times_factor(scale, own, shared):
+    """`scale` times own / shared, bounded, as fp16 will hold it; see `quantizer.unbiased_scale`."""
+    factor = tl.where((shared > 0) & (own < float("inf")), own / shared, 1.0)
+    factor = tl.minimum(tl.maximum(factor, _LEAST_FACTOR), _MOST_FACTOR)
+    return round_to_fp16(tl.maximum(scale * factor, _SCALE_FLOOR))
+
+
+@triton.jit
+def unbiased_scale(
+    x, codes, scale, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """Scale to store, float32 [BLOCK_T, GROUPS_TILE], for rotated rows x and their codes int32, both [BLOCK_T, DIM_TILE]."""
+    groups = tl.reshape(x, [BLOCK_T, GROUPS_TILE, GROUP_TILE])
+    levels = tl.reshape(codes, [BLOCK_T, GROUPS_TILE, GROUP_TILE]).to(tl.float32) - 1.5
+    shared = tl.sum(groups * (levels * scale[:, :, None]), axis=2)
+    return _times_factor(scale, tl.sum(groups * groups, axis=2), shared)
+
+
+@triton.jit
+def unbiased_scale_of_metric(
+    x, codes, scale, feedback_ptr, channels, is_channel, stride_fk, stride_fn,
+    GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The same with one factor for each row, of products of x (I + L). BLOCK_T is 1 or at least 16."""
+    DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
+    WIDTH: tl.constexpr = min(_SLICE, DIM_TILE)
+    levels = tl.reshape(codes, [BLOCK_T, GROUPS_TILE, GROUP_TILE]).to(tl.float32) - 1.5
+    rows = tl.reshape(levels * scale[:, :, None], [BLOCK_T, DIM_TILE])
+    columns = tl.arange(0, DIM_TILE)
+    own = tl.zeros([BLOCK_T], tl.float32)
+    shared = tl.zeros([BLOCK_T], tl.float32)
+    for i in tl.range(DIM_TILE // WIDTH, num_stages=1):
+        some = i * WIDTH + tl.arange(0, WIDTH)
+        is_some = (some // GROUP_TILE < GROUPS) & (some % GROUP_TILE < GROUP_SIZE)
+        some_channels = some // GROUP_TILE * GROUP_SIZE + some % GROUP_TILE
+        matrix = tl.load(
+            feedback_ptr + channels[:, None] * stride_fk + some_channels[None, :] * stride_fn,
+            mask=is_channel[:, None] & is_some[None, :],
+            other=0.0,
+        )
+        # The diagonal of L is zero; padded columns of x are, too.
+        matrix = tl.where(columns[:, None] == some[None, :], 1.0, matrix)
+        if BLOCK_T == 1:
+            y = tl.sum(tl.reshape(x, [DIM_TILE, 1]) * matrix, axis=0)[None, :]
+            z = tl.sum(tl.reshape(rows, [DIM_TILE, 1]) * matrix, axis=0)[None, :]
+        else:
+            y = tl.dot(x, matrix, input_precision=_PRECISION)
+            z = tl.dot(rows, matrix, input_precision=_PRECISION)
+        own += tl.sum(y * y, axis=1)
+        shared += tl.sum(y * z, axis=1)
+    return _times_factor(scale, own[:, None], shared[:, None])
 
 
 @triton.jit

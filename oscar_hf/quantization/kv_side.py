@@ -41,8 +41,8 @@ class Side:
 
     rows: the packed history. transform, inverse: float32 [D, D] or [H, D, D], x_rot = (x - center) @ transform and
     x = x_rot @ inverse + center; None for the identity. The center of a row is that of its block where `rows` has centers, else
-    mean: float32 [H, D] or None. metric: what an error of a stored row costs, as transform, for a weighted rule. sink [B, H, S, D] and ring [B, H, R, D]: the exact windows in the model's dtype,
-    dense rows; None where there are no windows.
+    mean: float32 [H, D] or None. metric: what an error of a stored row costs, as transform, for a weighted rule. sink
+    [B, H, S, D] and ring [B, H, R, D]: the exact windows in the model's dtype, dense rows; None where there are no windows.
     """
 
     format: SideFormat

@@ -16,9 +16,11 @@ SCALE_FLOOR = 1e-6
 FP16_MAX = 65504.0
 SHRINK_FACTORS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52)
 END_SHRINK_FACTORS = (1.0, 0.85, 0.7, 0.55)
-# Scale over root mean square of a group where codes are made with error feedback: what was least of the factors tried on three
-# models. (Without feedback a Gaussian wants 0.996; feedback spreads the errors, so that rows reach further.)
-FEEDBACK_SCALE = 1.3
+# Scale over root mean square of a group by which codes are made, with error feedback and without: what was best of the factors
+# tried on real models. (A Gaussian's least squared error is at 0.996; feedback spreads the errors, so that rows reach further.)
+FEEDBACK_SCALE, UNBIASED_SCALE = 1.1, 1.1
+# How far the stored scale may be from that one.
+UNBIASED_RANGE = (0.5, 2.0)
 # Channels whose codes are made in turn before their errors go to all others at once.
 FEEDBACK_CHANNELS = 16
 # Candidates x row elements that a search holds at once; bounds the memory of a long prefill.
@@ -34,8 +36,10 @@ class ScaleRule:
     clip: fraction c of `percentile(c)`, or None for the plain min-max range.
     search: try shrunken ranges and keep the least error. weighted: measure that error as e M e^T with the metric M of
     the artifact, one factor for the whole row. both_ends: shrink the two ends of the range apart.
-    feedback: no range at all, scale is FEEDBACK_SCALE times the root mean square of the group, symmetric, and codes are made
-    one channel after the other, each making good for the errors of those before, see `feedback_codes`.
+    unbiased: no range at all, symmetric; codes are made with UNBIASED_SCALE times the root mean square of the group, and the scale
+    is stored that makes a row's product with itself right, see `unbiased_scale`.
+    feedback: the same with FEEDBACK_SCALE and codes that are made one channel after the other, each making good for the errors of
+    those before, see `feedback_codes`; products are those of the metric.
     """
 
     clip: float | None = None
@@ -43,10 +47,17 @@ class ScaleRule:
     weighted: bool = False
     both_ends: bool = False
     feedback: bool = False
+    unbiased: bool = False
 
     NAMES = (
-        "percentile(c) with 0 < c <= 1, percentile(none), search, weighted_search, weighted_search_both_ends, feedback"
+        "percentile(c) with 0 < c <= 1, percentile(none), unbiased, search, weighted_search, weighted_search_both_ends, "
+        "feedback"
     )
+
+    @property
+    def needs_symmetric(self) -> bool:
+        """Whether the rule stores no minimum."""
+        return self.feedback or self.unbiased
 
     @property
     def needs_metric(self) -> bool:
@@ -64,6 +75,8 @@ class ScaleRule:
             return cls(search=True, weighted=True, both_ends=True)
         if name == "feedback":
             return cls(feedback=True)
+        if name == "unbiased":
+            return cls(unbiased=True)
         match = _PERCENTILE.fullmatch(name) if isinstance(name, str) else None
         if match:
             if match[1].lower() == "none":
@@ -110,21 +123,24 @@ def check_group_size(dim: int, group_size: int) -> None:
 def choose_qparams(
     x: Tensor, group_size: int, rule: ScaleRule, symmetric: bool = False, metric: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Choose scale and min of each group.
+    """Choose scale and min of each group, by which codes are made.
 
     x: rotated rows, float32 or float64 [..., D]. metric: [D, D], or [H, D, D] matching dim -3 of x; M for a weighted rule,
-    its `feedback_matrix` for feedback. Returns fp16 (scale, min), each [..., D / group_size]; min is None when symmetric, where a code c
+    its `feedback_matrix` for feedback.
+    Returns fp16 (scale, min), each [..., D / group_size]; min is None when symmetric, where a code c
     stands for scale * (c - 1.5). Both saturate in fp16 and scale is at least 1e-6, so a constant, zero, huge or
-    denormal row stays finite.
+    denormal row stays finite. What is stored is the same except for unbiased rules, see `unbiased_scale`.
     """
     check_group_size(x.shape[-1], group_size)
     if rule.needs_metric and metric is None:
         raise ValueError("this scale rule needs the error metric of the keys: got none")
-    if rule.feedback:
+    if rule.needs_symmetric:
         if not symmetric:
-            raise ValueError("the scale rule feedback is for symmetric storage only")
+            name = "feedback" if rule.feedback else "unbiased"
+            raise ValueError(f"the scale rule {name} is for symmetric storage only")
         rms = _grouped(x, group_size).square().mean(-1).sqrt()
-        return round_to_fp16((FEEDBACK_SCALE * rms).clamp(min=SCALE_FLOOR)).to(torch.float16), None
+        factor = FEEDBACK_SCALE if rule.feedback else UNBIASED_SCALE
+        return round_to_fp16((factor * rms).clamp(min=SCALE_FLOOR)).to(torch.float16), None
     if rule.clip is not None:
         threshold = clip_threshold(x, rule.clip)
         x = x.clamp(-threshold, threshold)
@@ -226,6 +242,28 @@ def feedback_codes(x: Tensor, scale: Tensor, feedback: Tensor) -> Tensor:
     return codes
 
 
+def unbiased_scale(x: Tensor, codes: Tensor, scale: Tensor, feedback: Tensor | None = None) -> Tensor:
+    """Scale fp16 [..., D / group_size] to store for rotated rows x [..., D], symmetric, in place of the `scale` of their codes.
+
+    Codes of the least error are too short along the row: <x^, x> < <x, x>. In a sum over tokens, or in a score, that does not
+    average out as other errors do. So the scale is multiplied by <x, x> / <x^, x>, the estimator of RaBitQ (arXiv 2405.12497):
+    of each group, or with feedback of each row, in the product y . y' of y = x (I + L), near the metric's. The factor is held
+    within UNBIASED_RANGE.
+    """
+    wide = scale.to(x.dtype)
+    rows = (wide[..., None] * (_grouped(codes, x.shape[-1] // scale.shape[-1]).to(x.dtype) - 1.5)).flatten(-2)
+    if feedback is None:
+        x, rows = (_grouped(t, x.shape[-1] // scale.shape[-1]) for t in (x, rows))
+    else:
+        feedback = feedback.to(x.dtype)
+        # One factor for all groups of a row.
+        x, rows = ((t + t @ feedback)[..., None, :] for t in (x, rows))
+    own, shared = x.square().sum(-1), (x * rows).sum(-1)
+    # What is zero, or too small or large for its square, keeps its scale.
+    factor = torch.where((shared > 0) & own.isfinite(), own / shared, 1).clamp(*UNBIASED_RANGE)
+    return round_to_fp16((wide * factor).clamp(min=SCALE_FLOOR)).to(torch.float16)
+
+
 def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """min + scale * code, [..., D], computed in `dtype` (default: float32, or the dtype of scale if it is wider)."""
     dtype = dtype or torch.promote_types(scale.dtype, torch.float32)
@@ -244,6 +282,8 @@ def quantize_rows(
     for piece in x.split(rows, dim=2) if x.shape[2] else (x,):
         scale, minimum = choose_qparams(piece, group_size, rule, symmetric, metric)
         codes = feedback_codes(piece, scale, metric) if rule.feedback else quantize(piece, scale, minimum)
+        if rule.needs_symmetric:
+            scale = unbiased_scale(piece, codes, scale, metric if rule.feedback else None)
         parts.append((codes, scale, minimum))
     codes, scale, minimum = zip(*parts)
     return torch.cat(codes, 2), torch.cat(scale, 2), None if symmetric else torch.cat(minimum, 2)

@@ -18,7 +18,7 @@ from ..quantization.rotation import hadamard, whitening_transform
 # Tokens of a row whose keys, and as many whose queries, are looked at.
 SAMPLE_TOKENS = 4096
 # Shares of the mean variance that are added to all directions: of keys, and of queries. Few tokens know few directions.
-KEY_RIDGE, QUERY_RIDGE = 0.1, 0.01
+KEY_RIDGE, QUERY_RIDGE = 0.3, 0.1
 
 
 def is_needed(config: OscarConfig, constants: LayerConstants) -> bool:
