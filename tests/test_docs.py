@@ -106,8 +106,13 @@ def files():
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere(name):
     path, wrong = ROOT / name, []
-    for number, line in prose(path.read_text(encoding="utf-8")):
+    lines = prose(path.read_text(encoding="utf-8"))
+    defined = {found[1] for _, line in lines if (found := re.match(r"\[([^]]+)\]: ", line))}
+    for number, line in lines:
         line = re.sub(r"`[^`]*`", "`code`", line)
+        # [text][label], or [label] alone in a cell of a table.
+        labels = re.findall(r"\]\[([^]]+)\]", line) + re.findall(r"\| \[([a-z][a-z ]+)\] \|", line)
+        wrong += [f"{name}:{number}: [{label}] is not defined" for label in labels if label not in defined]
         for target in re.findall(r"\]\(<?([^)>\s]*)>?[^)]*\)|^\[[^]]+\]: *(\S+)", line):
             target = "".join(target)
             if re.match(r"(https?|mailto):", target):
