@@ -1,4 +1,4 @@
-"""The house itself: imports go downstairs only, files stay short, and `import oscar_hf` stays light."""
+"""The house itself: imports go downstairs only, and files stay short."""
 
 import ast
 from pathlib import Path

@@ -11,8 +11,9 @@ that a single kernel can read everything; many (a prompt) wait until their forwa
     STEPS      everything (static stores)   in the regions; lengths live on the device  begin -> PLACED
 
 One rule says when a prompt is placed, for growing and for static stores: at the next update of any layer, except that a layer
-whose keys other layers read later in the same forward (Gemma 3n, Gemma 4) waits for the next forward; and before any operation
-but `update`. So one layer at most holds its prompt in full, and what a forward reads of its own tokens is exact. A static cache
+whose keys other layers read later in the same forward (Gemma 3n, Gemma 4) waits for the next forward; and before crop, select and
+save (reset drops it, copies carry it). So no layer but such a one holds its prompt in full while others run, and what a forward
+reads of its own tokens is exact. A static cache
 takes a question for its length or for the size of the next mask as the beginning of a forward, too: the step that follows may
 be compiled, and no graph can place a prompt.
 """
