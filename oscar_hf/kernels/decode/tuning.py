@@ -137,6 +137,8 @@ def choose_tuning(query: Tensor, store: DecodeStore) -> Tuning:
         columns=columns, tiles=tiles, block=block, warps=1, stages=3, splits=splits,
         # Fetching further ahead than the wait for the queries delays the first loads.
         window=window, together=not few, alone=few, ahead=128 if few else 256,
+        # Extra programs of prepare hide where few others run, and at D = 256, whose split programs are short of registers.
+        own_shifts=not few and head_dim < 256,
         prepare_rows=rows if programs >= sms or head_dim * columns >= 1024 else 1,
         prepare_slice=head_dim // 2 if on_cpu else 32,
         pdl=pdl, asm=not interpreting() and torch.version.hip is None, **merge,
