@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .calibration.calibrate import calibrate
     from .calibration.evaluate import evaluate
     from .calibration.fold_values import fold_value_rotation
+    from .calibration.retrieval import retrieve
     from .cli.plan import plan
     from .transformers_compat.deferred_stop import deferred_stop
 
@@ -38,6 +39,7 @@ __all__ = [
     "fold_value_rotation",
     "plan",
     "register_attention",
+    "retrieve",
 ]
 
 # Module of each name that is imported when it is first used. No module directly in this package has one of these names:
@@ -54,6 +56,7 @@ _HOMES = {
     "fold_value_rotation": "calibration.fold_values",
     "plan": "cli.plan",
     "register_attention": "attention.flash",
+    "retrieve": "calibration.retrieval",
 }
 
 

@@ -100,7 +100,7 @@ def retrieve(
         progress (`Callable`, *optional*): Called with the samples of each batch when it is answered.
 
     Returns:
-        `list[Sample]`: Each question with the answers of all caches, the exact one under the name `EXACT`.
+        `list[Sample]`: Each question with the answers of all caches, the exact one under the name `"exact"`.
 
     Raises:
         `OscarError`: For an unknown task, a length that the model does not take or that has no room for the task, and where the
@@ -109,8 +109,11 @@ def retrieve(
     Example:
 
     ```python
-    samples = retrieve(model, tokenizer, {"hadamard": Artifact.data_free("hadamard")}, text, ["multikey"], [4096])
-    print(sum(sample.score("hadamard") for sample in samples) / len(samples))
+    from oscar_hf import Artifact, retrieve
+
+    samples = retrieve(model, tokenizer, {"default": Artifact.data_free()}, text, ["multikey"], [4096], samples=8)
+    for name in ("exact", "default"):
+        print(name, sum(sample.score(name) for sample in samples) / len(samples))
     ```
     """
     if EXACT in artifacts:
