@@ -266,7 +266,7 @@ class Surroundings:
         self.tokenizer = byte_tokenizer()
         self.model = tiny_model(
             "llama", hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=64, vocab_size=len(self.tokenizer), max_position_embeddings=768,
+            num_key_value_heads=1, head_dim=64, vocab_size=len(self.tokenizer), max_position_embeddings=4096,
             bos_token_id=None,
         )  # fmt: skip
         # A step over a static cache of 131,072 tokens takes a CPU half a second: generate() ends early, not by a count.
