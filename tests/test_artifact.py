@@ -190,7 +190,16 @@ def test_constants_invert():
 
 def test_describe_says_what_it_is(saved):
     text = Artifact.load(saved).describe()
-    for words in ("recipe      balanced", "3 layers", "keys feedback symmetric", "centered by block of 128", "KV heads 2", "layers 0-2", "condition number 4", "sound"):
+    for words in (
+        "recipe      balanced",
+        "3 layers",
+        "keys feedback symmetric",
+        "centered by block of 128",
+        "KV heads 2",
+        "layers 0-2",
+        "condition number 4",
+        "sound",
+    ):
         assert words in text
 
 

@@ -238,7 +238,9 @@ def test_arguments_are_checked():
     with pytest.raises(ArtifactError, match="recent_tokens"):
         OscarCache(config, recipe="hadamard", recent_tokens=0)
     for given in (dict(), dict(recipe="hadamard"), dict(artifact=calibrated_artifact(without=["key_mean"]))):
-        with pytest.raises(ArtifactError, match="key_center: got 'mean', but .* holds no key means: use 'block' or 'none'"):
+        with pytest.raises(
+            ArtifactError, match="key_center: got 'mean', but .* holds no key means: use 'block' or 'none'"
+        ):
             OscarCache(config, key_center="mean", **given)
     assert OscarCache(config, key_center="mean", artifact=calibrated_artifact()).oscar_config.center_block == 0
     with pytest.raises(ArtifactError, match="from_pretrained"):

@@ -38,7 +38,7 @@ def test_recipes_are_what_the_design_says():
         assert made.key_symmetric and made.value_symmetric
         assert (made.sink_tokens, made.recent_tokens, made.center_block) == (64, 256, 128)
     assert OscarConfig() == OscarConfig.from_recipe("default")
-    assert {name for name in RECIPES} == {*transforms, "paper"}
+    assert set(RECIPES) == {*transforms, "paper"}
     published = OscarConfig.from_recipe("paper", **PUBLISHED_STORAGE)
     assert (published.key_rule.clip, published.value_rule.clip, published.center_block) == (0.96, 0.92, 0)
     assert not published.key_symmetric and not published.value_symmetric

@@ -1,5 +1,5 @@
-"""Artifacts and saved caches that the first format's code wrote: they load, mean what they meant, go on, and are written as version 2.
-fixtures/version_1/README.md says how they were made."""
+"""Artifacts and saved caches that the first format's code wrote: they load, mean what they meant, go on, and are written as
+version 2. fixtures/version_1/README.md says how they were made."""
 
 import json
 import shutil

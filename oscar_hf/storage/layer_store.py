@@ -196,7 +196,11 @@ class LayerStore:
     def _learn(self, new: Tensor, first: int) -> None:
         """Make the constants that depend on the sequence, now that its first tokens are to be packed. new: keys of slots
         `first`.."""
-        if self.statistics is not None and not self._lengths[1] and (made := self._constants_of(new, first)) is not None:
+        if (
+            self.statistics is not None
+            and not self._lengths[1]
+            and (made := self._constants_of(new, first)) is not None
+        ):
             self._take_constants(made)
 
     def _constants_of(self, new: Tensor, first: int) -> LayerConstants | None:
