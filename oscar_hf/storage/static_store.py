@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..artifact.config import OscarConfig
+from ..artifact.layer_constants import LayerConstants
 from ..errors import CacheStateError
 from ..kernels.decode_step import AHEAD, COUNTERS, HISTORY, LENGTH, OVERFLOW
 from .layer_store import LayerStore
@@ -71,16 +72,19 @@ class StaticStore(LayerStore):
         self.counters[AHEAD] = 0
 
     # -------------------------------------------------------------------------------------------------- buffers
-    def _allocate(self, key_dim: int, value_dim: int) -> None:
+    def _allocate(self, keys: Tensor, values: Tensor, constants: LayerConstants) -> None:
         config, capacity = self.config, max(self.max_cache_len - self.sink, 1)
-        self.flat_constants, kinds = self.constants.flat
-        self.layout = Layout(
-            batch=self.batch_size, heads=self.kv_heads, keys=config.side_format("key", key_dim),
-            values=config.side_format("value", value_dim), sink=self.sink, ring=self.ring_size, recent=config.recent_tokens,
-            capacity=-(-capacity // _CAPACITY_ROUND) * _CAPACITY_ROUND, limit=self.max_cache_len,
-            dtype_name=str(self.dtype).removeprefix("torch."), constants=kinds,
+        flat_constants, kinds = constants.flat
+        layout = Layout(
+            batch=keys.shape[0], heads=keys.shape[1], keys=config.side_format("key", keys.shape[3]),
+            values=config.side_format("value", values.shape[3]), sink=self.sink, ring=self.ring_size,
+            recent=config.recent_tokens, capacity=-(-capacity // _CAPACITY_ROUND) * _CAPACITY_ROUND,
+            limit=self.max_cache_len, dtype_name=str(keys.dtype).removeprefix("torch."), constants=kinds,
         )  # fmt: skip
-        self._bind(self.layout.new_storage(self.device))
+        storage = layout.new_storage(keys.device)
+        self._take_geometry(keys, constants)
+        self.layout, self.flat_constants = layout, flat_constants
+        self._bind(storage)
 
     def _bind(self, storage: Tensor) -> None:
         """Make a flat buffer the store's own: every stored tensor is a view of it."""
@@ -112,10 +116,11 @@ class StaticStore(LayerStore):
         made = [function(tensor) for tensor in self.regions.tensors()]
         batch, device = made[0].shape[0], made[0].device
         if (batch, device) != (self.batch_size, self.storage.device):
-            counters = self.counters.clone()
-            self.layout = dataclasses.replace(self.layout, batch=batch)
+            counters, layout = self.counters.clone(), dataclasses.replace(self.layout, batch=batch)
+            storage = layout.new_storage(device)
+            self.layout = layout
             self.padding.bind(None)
-            self._bind(self.layout.new_storage(device))
+            self._bind(storage)
             self.counters.copy_(counters)
         # Same shape, same place: a captured graph knows these addresses.
         for tensor, new in zip(self.regions.tensors(), made):
