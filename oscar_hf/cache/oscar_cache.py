@@ -371,7 +371,9 @@ class OscarCache(Cache):
 
     def __repr__(self) -> str:
         packed = len(self._packed)
-        return f"OscarCache({self.artifact!r}, {packed} packed of {len(self.layers)} layers, {self.get_seq_length()} tokens)"
+        # Not a static cache's get_seq_length: that begins a forward, and a look must change nothing.
+        tokens = self._packed[0].store.held if packed else self.get_seq_length()
+        return f"OscarCache({self.artifact!r}, {packed} packed of {len(self.layers)} layers, {tokens} tokens)"
 
 
 class StaticOscarCache(OscarCache, StaticCache):
