@@ -11,6 +11,7 @@ from tiny_models import prompt, tiny_config, tiny_model
 
 from oscar_hf import Artifact, ArtifactError, CacheStateError, OscarCache, OscarError, UnsupportedModelError
 from oscar_hf.cache.layer import OscarLayer
+from oscar_hf.storage.layer_store import LayerStore
 from oscar_hf.storage.waiting_prompt import DRAFT_MARGIN
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
@@ -195,6 +196,31 @@ def test_offloading_gives_the_same_tokens():
         for flag in (False, True)
     )
     assert torch.equal(plain, offloaded)
+
+
+def test_an_offloaded_layer_is_fetched_before_its_tokens_are_compared(monkeypatch):
+    """The device "meta", which no tensor of the CPU may meet, stands for the far one."""
+    away = {}
+
+    def offload(store):
+        store.place_waiting()
+        if store not in away:
+            away[store] = store.sides
+            store._map(lambda tensor: tensor.to("meta"))
+
+    def prefetch(store):
+        if store in away:
+            store.keys, store.values = away.pop(store)
+
+    monkeypatch.setattr(LayerStore, "offload", offload)
+    monkeypatch.setattr(LayerStore, "prefetch", prefetch)
+    model = tiny_model("llama")
+    cache = OscarCache(model.config, recipe="hadamard", sink_tokens=32, recent_tokens=16, offloading=True)
+    with torch.no_grad():
+        model(prompt(1, 100)[0], past_key_values=cache)
+        assert cache.layers[0].store in away
+        model(prompt(1, 30, seed=2)[0], past_key_values=cache)
+    assert cache.get_seq_length() == 130
 
 
 def test_stale_handles_are_refused():

@@ -1,5 +1,6 @@
 """Uses of a cache that go beyond one greedy generate(): every decoding mode, foreign attention code, random operations."""
 
+import contextlib
 import copy
 import random
 
@@ -13,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import flash_attention_mask
 
 from oscar_hf import ArtifactError, CacheStateError, OscarCache, UnsupportedModelError
+from oscar_hf.storage.layer_store import LayerStore
 from oscar_hf.transformers_compat.versions import CACHE_ARGUMENT
 
 WINDOWS = dict(sink_tokens=4, recent_tokens=8)
@@ -270,3 +272,62 @@ def test_a_copy_made_in_inference_mode_goes_on_outside(static):
     with torch.no_grad():
         steps = [model(ids[:, :1], past_key_values=c).logits for c in (cache, twin)]
     assert torch.equal(*steps)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_failed_allocation_leaves_an_empty_cache_usable(static, monkeypatch):
+    model = tiny_model("llama")
+    cache = new_cache(model, **WINDOWS, max_cache_len=128 if static else None)
+    small, large = prompt(1, 40)[0], prompt(4, 40)[0]
+    expected = forward(model, cache, small)
+    cache.reset()
+
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("oscar_hf.storage.layer_store.torch.zeros", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            forward(model, cache, large)
+    assert torch.equal(forward(model, cache, small), expected)
+    cache.reset()
+    assert forward(model, cache, large).shape[0] == 4
+
+
+def test_a_prompt_is_placed_by_a_second_try_wherever_memory_ran_out(monkeypatch):
+    """Values of another dtype, as under autocast, are converted on their way into the windows."""
+    config, convert = OscarCache(tiny_model("llama").config, recipe="hadamard", **WINDOWS).oscar_config, torch.Tensor.to
+    states = torch.randn(2, 1, 2, 110, 16, generator=torch.Generator().manual_seed(0))
+    keys, values = states[0], states[1].bfloat16()
+    constants = OscarCache(tiny_model("llama").config, recipe="hadamard").artifact.constants_for(0, keys, values)
+
+    def waiting_store():
+        store = LayerStore(config)
+        store.allocate(keys, values, constants)
+        for part in (slice(0, 60), slice(60, 110)):
+            store.place_waiting()
+            store.add(keys[:, :, part], values[:, :, part], store)
+        return store
+
+    untroubled = waiting_store()
+    untroubled.place_waiting()
+    for failing in range(20):
+        store, seen = waiting_store(), 0
+
+        def fail(tensor, *args, at=failing, **kwargs):
+            nonlocal seen
+            if tensor.dtype == torch.bfloat16 and torch.float32 in args:
+                seen += 1
+                if seen == at + 1:
+                    raise torch.OutOfMemoryError
+            return convert(tensor, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "to", fail)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                store.place_waiting()
+        store.place_waiting()
+        assert all(torch.equal(store.dense(kind), untroubled.dense(kind)) for kind in "kv")
+        if seen <= failing:
+            break
+    assert failing > 0

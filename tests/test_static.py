@@ -61,6 +61,19 @@ def test_max_cache_len_makes_a_static_cache():
     assert not isinstance(OscarCache(model.config, **SMALL), StaticCache)
 
 
+def test_repr_only_looks():
+    """A prompt that waits goes on waiting, and a step's length is a number."""
+    model, (ids, mask) = tiny_model("llama"), prompt(1, 60)
+    cache = static(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        waiting = [layer.store.waiting_tokens for layer in cache.oscar_layers]
+        assert "60 tokens" in repr(cache) and any(waiting)
+        assert [layer.store.waiting_tokens for layer in cache.oscar_layers] == waiting
+        generate(model, torch.cat([ids, ids[:, :1]], 1), torch.cat([mask, mask[:, :1]], 1), cache, new=3)
+    assert "63 tokens" in repr(cache) and all(layer.store.takes_steps for layer in cache.oscar_layers)
+
+
 @pytest.mark.parametrize("length", [0, -1, 2.5, True, "many"])
 def test_bad_lengths_are_refused(length):
     with pytest.raises(OscarError, match="positive number of tokens"):

@@ -259,11 +259,12 @@ class OscarCache(Cache):
         self._guards.refuse_cross_attention(layer_idx, layer)
         self._place_what_waits(layer_idx)
         if isinstance(layer, OscarLayer):
-            if layer is self._packed[0]:
-                self._guards.check_new_forward(self._packed, value_states)
             self._open_layers.append(layer)
             if self._offloads:
                 layer.prefetch()
+            # It compares the tokens with stored ones, so the layer must be back on its device.
+            if layer is self._packed[0]:
+                self._guards.check_new_forward(self._packed, value_states)
         return layer.update(key_states, value_states, *args, **kwargs)
 
     def _place_what_waits(self, layer_idx: int) -> None:
@@ -377,7 +378,9 @@ class OscarCache(Cache):
 
     def __repr__(self) -> str:
         packed = len(self._packed)
-        return f"OscarCache({self.artifact!r}, {packed} packed of {len(self.layers)} layers, {self.get_seq_length()} tokens)"
+        # Not a static cache's get_seq_length: that begins a forward, and a look must change nothing.
+        tokens = self._packed[0].store.held if packed else self.get_seq_length()
+        return f"OscarCache({self.artifact!r}, {packed} packed of {len(self.layers)} layers, {tokens} tokens)"
 
 
 class StaticOscarCache(OscarCache, StaticCache):

@@ -120,27 +120,33 @@ class LayerStore:
         return self.keys if kind == "k" else self.values
 
     def allocate(self, keys: Tensor, values: Tensor, constants: LayerConstants) -> None:
-        """Make windows and empty packed rows for [B, H, *, D] keys and values."""
-        self.dtype, self.device = keys.dtype, keys.device
-        self.batch_size, self.kv_heads = keys.shape[:2]
+        """Make windows and empty packed rows for [B, H, *, D] keys and values. All are made before anything changes, so that a
+        failure leaves the store as it was, with the buffers of another batch if there are any."""
         # Buffers that are updated in place for a long time must not be inference tensors, whatever mode the first call is in.
         with torch.inference_mode(False):
             learns = prompt_statistics.is_needed(self.config, constants)
-            self.statistics = PromptStatistics(self.config, constants, self.kv_heads) if learns else None
-            self.constants = self.statistics.placeholder() if learns else constants.for_rule(self.config.key_rule)
-            self._allocate(keys.shape[3], values.shape[3])
+            statistics = PromptStatistics(self.config, constants, keys.shape[1]) if learns else None
+            constants = statistics.placeholder() if learns else constants.for_rule(self.config.key_rule)
+            self._allocate(keys, values, constants, statistics)
 
-    def _allocate(self, key_dim: int, value_dim: int) -> None:
-        made = []
-        for kind, dim in (("key", key_dim), ("value", value_dim)):
-            rows = self.config.side_format(kind, dim).new_rows(self.batch_size, self.kv_heads, self.device)
+    def _allocate(
+        self, keys: Tensor, values: Tensor, constants: LayerConstants, statistics: PromptStatistics | None
+    ) -> None:
+        (batch, heads), made = keys.shape[:2], []
+        for kind, dim in (("key", keys.shape[3]), ("value", values.shape[3])):
+            rows = self.config.side_format(kind, dim).new_rows(batch, heads, keys.device)
             # Autocast passes float32 keys (they went through RoPE) beside bfloat16 values; the keys' dtype holds both.
-            windows = (
-                torch.zeros(self.batch_size, self.kv_heads, size, dim, dtype=self.dtype, device=self.device)
+            windows = [
+                torch.zeros(batch, heads, size, dim, dtype=keys.dtype, device=keys.device)
                 for size in (self.sink, self.ring_size)
-            )
-            made.append(self._new_side(kind, rows, *windows))
-        self.keys, self.values = made
+            ]
+            made.append((kind, rows, *windows))
+        self._take_geometry(keys, constants, statistics)
+        self.keys, self.values = (self._new_side(*parts) for parts in made)
+
+    def _take_geometry(self, keys: Tensor, constants: LayerConstants, statistics: PromptStatistics | None) -> None:
+        self.dtype, self.device, self.constants, self.statistics = keys.dtype, keys.device, constants, statistics
+        self.batch_size, self.kv_heads = keys.shape[:2]
 
     def _new_side(self, kind: str, rows: PackedRows, sink: Tensor, ring: Tensor) -> Side:
         form = self.config.side_format(kind, sink.shape[3])
@@ -287,8 +293,10 @@ class LayerStore:
         begin = max(first, self.sink + history)
         if begin < total:
             index = self.ring_index(begin, total)
-            for side, rows in zip(self.sides, new):
-                side.ring[:, :, index] = rows[:, :, begin - first :].to(self.dtype)
+            # A second try reads the ring again, so nothing may fail between writing to it and the new lengths.
+            ready = [rows[:, :, begin - first :].to(self.dtype) for rows in new]
+            for side, rows in zip(self.sides, ready):
+                side.ring[:, :, index] = rows
         self.set_lengths(total, history)
 
     def _place_in_one_launch(self, keys: Tensor, values: Tensor) -> bool:

@@ -12,6 +12,7 @@ from ..dtypes import without_autocast
 from ..errors import CacheStateError
 from ..kernels.decode_step import AHEAD, COUNTERS, HISTORY, LENGTH, OVERFLOW
 from .layer_store import LayerStore
+from .prompt_statistics import PromptStatistics
 from .static_layout import Layout, StaticRegions
 
 _CAPACITY_ROUND = 64
@@ -73,24 +74,29 @@ class StaticStore(LayerStore):
         self.counters[AHEAD] = 0
 
     # -------------------------------------------------------------------------------------------------- buffers
-    def _allocate(self, key_dim: int, value_dim: int) -> None:
+    def _allocate(
+        self, keys: Tensor, values: Tensor, constants: LayerConstants, statistics: PromptStatistics | None
+    ) -> None:
         config, capacity = self.config, max(self.max_cache_len - self.sink, 1)
-        if self.statistics is not None:
-            self.constants = self._own(self.constants)
-        self.flat_constants, kinds = self.constants.flat
-        self.layout = Layout(
-            batch=self.batch_size, heads=self.kv_heads, keys=config.side_format("key", key_dim),
-            values=config.side_format("value", value_dim), sink=self.sink, ring=self.ring_size, recent=config.recent_tokens,
-            capacity=-(-capacity // _CAPACITY_ROUND) * _CAPACITY_ROUND, limit=self.max_cache_len,
-            dtype_name=str(self.dtype).removeprefix("torch."), constants=kinds,
+        if statistics is not None:
+            constants = self._own(constants, keys.shape[1])
+        flat_constants, kinds = constants.flat
+        layout = Layout(
+            batch=keys.shape[0], heads=keys.shape[1], keys=config.side_format("key", keys.shape[3]),
+            values=config.side_format("value", values.shape[3]), sink=self.sink, ring=self.ring_size,
+            recent=config.recent_tokens, capacity=-(-capacity // _CAPACITY_ROUND) * _CAPACITY_ROUND,
+            limit=self.max_cache_len, dtype_name=str(keys.dtype).removeprefix("torch."), constants=kinds,
         )  # fmt: skip
-        self._bind(self.layout.new_storage(self.device))
+        storage = layout.new_storage(keys.device)
+        self._take_geometry(keys, constants, statistics)
+        self.layout, self.flat_constants = layout, flat_constants
+        self._bind(storage)
 
-    def _own(self, constants: LayerConstants) -> LayerConstants:
+    def _own(self, constants: LayerConstants, kv_heads: int) -> LayerConstants:
         """Constants in a buffer that no other store has, to be written to."""
         flat, kinds = constants.flat
         own = flat.clone()
-        made = LayerConstants.from_flat(own, kinds, self.kv_heads, constants.key_dim, constants.value_dim)
+        made = LayerConstants.from_flat(own, kinds, kv_heads, constants.key_dim, constants.value_dim)
         vars(made)["flat"] = (own, kinds)
         return made
 
@@ -132,7 +138,7 @@ class StaticStore(LayerStore):
         super().__setstate__(state)
         if self.storage is not None:
             if self.statistics is not None:
-                self.constants = self._own(self.constants)
+                self.constants = self._own(self.constants, self.kv_heads)
             self.flat_constants = self.constants.flat[0]
             self._bind(self.storage)
 
@@ -142,10 +148,11 @@ class StaticStore(LayerStore):
         made = [function(tensor) for tensor in self.regions.tensors()]
         batch, device = made[0].shape[0], made[0].device
         if (batch, device) != (self.batch_size, self.storage.device):
-            counters = self.counters.clone()
-            self.layout = dataclasses.replace(self.layout, batch=batch)
+            counters, layout = self.counters.clone(), dataclasses.replace(self.layout, batch=batch)
+            storage = layout.new_storage(device)
+            self.layout = layout
             self.padding.bind(None)
-            self._bind(self.layout.new_storage(device))
+            self._bind(storage)
             self.counters.copy_(counters)
         # Same shape, same place: a captured graph knows these addresses.
         for tensor, new in zip(self.regions.tensors(), made):

@@ -8,7 +8,8 @@ that a single kernel can read everything; many (a prompt) wait until their forwa
     WAITING    the calls before it          beside the regions, as the model made them  place_waiting -> PLACED
     PLACED     everything                   in the regions                              add -> PLACED or WAITING;
                                                                                        open_forward -> STEPS
-    STEPS      everything (static stores)   in the regions; lengths live on the device  begin -> PLACED
+    STEPS      everything (static stores)   in the regions; lengths live on the device  begin, know_lengths
+                                                                                       (crop, check_overflow) -> PLACED
 
 One rule says when a prompt is placed, for growing and for static stores: at the next update of any layer, except that a layer
 whose keys other layers read later in the same forward (Gemma 3n, Gemma 4) waits for the next forward; and before crop, select and
