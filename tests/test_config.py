@@ -34,7 +34,7 @@ def test_recipes_are_what_the_design_says():
         made = OscarConfig.from_recipe(recipe)
         assert (made.key_transform, made.value_transform) == expected
         assert made.needs_calibration == (recipe in ("balanced", "paper"))
-        assert made.key_center == "block" and made.key_rule.feedback and made.value_rule.clip == 0.92
+        assert made.key_center == "block" and made.key_rule.feedback and made.value_rule.unbiased
         assert made.key_symmetric and made.value_symmetric
         assert (made.sink_tokens, made.recent_tokens, made.center_block) == (64, 256, 128)
     assert OscarConfig() == OscarConfig.from_recipe("default")

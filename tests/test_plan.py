@@ -106,7 +106,9 @@ def test_storage_comes_from_the_artifact():
     assert both.layers[0].bits_per_element == 2.5
     # A rotation and its inverse, for keys and for values, of all layers.
     assert not both.is_learned and "come once per model" in str(both) and both.constants == 4 * 4 * 64 * 64
-    mixed = plan_config(tiny_config("qwen3"), Artifact.data_free("hadamard", value_symmetric=False)).layers[0]
+    mixed = plan_config(
+        tiny_config("qwen3"), Artifact.data_free("hadamard", value_scale="search", value_symmetric=False)
+    ).layers[0]
     assert mixed.path == "PyTorch" and "min" in mixed.why
 
 

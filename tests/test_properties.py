@@ -44,6 +44,7 @@ GEOMETRIES = st.fixed_dictionaries(
         "key_center": st.sampled_from(["block", "block", "mean", "none"]),
         "key_block": st.sampled_from([None, 32, 64]),
         "key_scale": st.sampled_from(["percentile(0.96)", "feedback", "search", "weighted_search"]),
+        "value_scale": st.sampled_from(["percentile(0.92)", "unbiased", "search"]),
         "calibrated": st.booleans(),
         "bfloat16": st.sampled_from([False, False, False, True]),
         "seed": st.integers(0, 99),
@@ -116,7 +117,7 @@ class Run:
 
     def __init__(
         self, sink, recent, key_dim, value_dim, batch, heads, group, group_size, symmetric, key_center, key_block, key_scale,
-        calibrated, bfloat16, seed,
+        value_scale, calibrated, bfloat16, seed,
     ):  # fmt: skip
         free = Artifact.data_free("hadamard")
         self.artifact = exact_artifact(key_dim, value_dim, heads, seed) if calibrated else free
@@ -128,8 +129,8 @@ class Run:
         config = tiny_config("llama", num_hidden_layers=1, num_key_value_heads=heads, head_dim=key_dim)
         options = dict(
             artifact=self.artifact, sink_tokens=sink, recent_tokens=recent, group_size=group_size,
-            key_symmetric=symmetric[0] or key_scale == "feedback", value_symmetric=symmetric[1], key_center=key_center,
-            key_block=key_block, key_scale=key_scale,
+            key_symmetric=symmetric[0] or key_scale == "feedback", key_center=key_center, key_block=key_block,
+            key_scale=key_scale, value_symmetric=symmetric[1] or value_scale == "unbiased", value_scale=value_scale,
         )  # fmt: skip
         self.caches = [OscarCache(config, **options), OscarCache(config, max_cache_len=MAX_CACHE_LEN, **options)]
         self.group, self.shape = group, (heads, key_dim, value_dim)

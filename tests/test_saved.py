@@ -130,7 +130,7 @@ def test_beams_of_a_loaded_cache_and_operations_on_it(tmp_path):
     "storage",
     [
         {},
-        dict(value_symmetric=False),
+        dict(value_scale="percentile(0.92)", value_symmetric=False),
         dict(key_scale="search", key_symmetric=False, key_center="mean", group_size=8),
         dict(key_scale="weighted_search", key_center="none"),
     ],
