@@ -11,7 +11,7 @@ from oscar_hf.attention.kv_handle import OscarKV
 # What handles follow; with anything else they become dense tensors, of which nothing is known.
 _VIEWS = (
     Tensor.transpose, torch.transpose, Tensor.expand, Tensor.reshape, Tensor.contiguous, Tensor.__getitem__,
-    Tensor.repeat_interleave, torch.repeat_interleave,
+    Tensor.repeat_interleave, torch.repeat_interleave, Tensor.to,
 )  # fmt: skip
 _PRODUCTS = (F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 

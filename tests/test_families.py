@@ -115,11 +115,11 @@ def test_decode_step_compiles(family, graphs):
         cache = OscarCache(model.config, max_cache_len=64, **options(family))
         check_equal(generate(model, arguments[pads], cache, **counting.options), results[pads])
     if counting.graphs != graphs or counting.breaks:
-        # An older torch cannot trace these models whole (2.8: Gemma 4, Bamba): then as often as with transformers' own cache.
+        # An older torch cannot trace these models whole, or traces them twice (2.8: Gemma 4, Bamba), with transformers' cache, too.
         theirs = Counting("eager")
         for pads in PADS:
             generate(model, arguments[pads], StaticCache(model.config, 64), **theirs.options)
-        assert Version(torch.__version__).release < (2, 9) and theirs.breaks
+        assert Version(torch.__version__).release < (2, 9) and (theirs.breaks or counting.graphs <= theirs.graphs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
