@@ -84,8 +84,6 @@ def test_gathered_statistics_are_post_rope_and_equal_under_both_attentions(attn)
 RECIPES = [
     dict(recipe="paper"),
     dict(recipe="paper", value_target="attention", per_head=True),
-    dict(recipe="hadamard"),
-    dict(recipe="default"),
     dict(),
     dict(recipe="balanced", per_head=False, key_symmetric=False, key_scale="weighted_search_both_ends"),
     dict(recipe="balanced", key_transform="oscar", key_scale="search", value_transform="identity"),
@@ -160,6 +158,32 @@ def test_the_default_context_is_what_the_model_takes():
     assert calibrate(model, tokenizer(), text(4000), progress=False).config.longest_calibrated == 4000
 
 
+def test_short_sequences_are_spread_over_the_positions_of_the_model():
+    """Slow pairs of channels turn by less than a radian within 256 tokens, and by many within 8,192."""
+    model = tiny_model("llama", num_hidden_layers=2, max_position_embeddings=8192)
+    options = dict(tokens=8192, progress=False, judge=False)
+    spread = calibrate(model, tokenizer(), text(9000), context=256, **options)
+    assert spread.config.calibration["context"] == 256 and spread.config.longest_calibrated == 8192
+    whole = calibrate(model, tokenizer(), text(9000), context=8192, **options)
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
+    start = calibrate(model, tokenizer(), text(9000), context=256, **options)
+    assert start.config.longest_calibrated == 256
+    metrics = [x.layers[0].key_transform @ x.layers[0].key_transform.mT for x in (spread, whole, start)]
+    assert (metrics[0] - metrics[1]).norm() < 0.5 * (metrics[2] - metrics[1]).norm()
+
+
+def test_what_needs_no_artifact_is_not_calibrated():
+    with pytest.raises(ArtifactError, match="recipe: 'hadamard' as given needs no artifact"):
+        calibrate(tiny_model("llama"), tokenizer(), text(), recipe="hadamard", progress=False)
+
+
+def test_an_artifact_that_cannot_be_judged_is_kept():
+    model = tiny_model("llama", "eager", num_hidden_layers=2)
+    with pytest.warns(UserWarning, match="was made, but not compared .* needs a model with"):
+        artifact = calibrate(model, tokenizer(), text(20_000), tokens=2048, context=512, progress=False)
+    assert "held_out" not in artifact.config.calibration and artifact.layers
+
+
 def test_shorter_sequences_are_taken_where_long_ones_do_not_fit_the_memory(monkeypatch):
     model, attempts = tiny_model("llama", num_hidden_layers=2, max_position_embeddings=1 << 20), []
 
@@ -172,7 +196,7 @@ def test_shorter_sequences_are_taken_where_long_ones_do_not_fit_the_memory(monke
     monkeypatch.setitem(calibrate.__globals__, "gather", scarce)
     with pytest.warns(UserWarning, match="sequences of 5000 tokens do not fit the memory, calibrating on 2500"):
         artifact = calibrate(model, tokenizer(), text(5000), progress=False)
-    assert attempts == [5000, 2500] and artifact.config.longest_calibrated == 2500
+    assert attempts == [5000, 2500] and artifact.config.calibration["context"] == 2500
     with pytest.raises(torch.OutOfMemoryError):
         calibrate(model, tokenizer(), text(5000), context=4000, progress=False)
 
@@ -180,15 +204,17 @@ def test_shorter_sequences_are_taken_where_long_ones_do_not_fit_the_memory(monke
 def test_a_cache_warns_once_when_it_passes_what_was_calibrated():
     model = tiny_model("llama", num_hidden_layers=2)
     artifact = calibrate(model, tokenizer(), text(), tokens=2048, context=200, progress=False)
+    assert artifact.config.longest_calibrated == model.config.max_position_embeddings
+    artifact = artifact.with_provenance({"positions": 200})
     cache = OscarCache(model.config, artifact=artifact, sink_tokens=4, recent_tokens=8)
     for new in (200, 1, 1, 30):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model(torch.randint(2, 90, (1, new)), past_key_values=cache)
-        said = [str(w.message) for w in caught if "calibrated on sequences of 200" in str(w.message)]
+        said = [str(w.message) for w in caught if "calibrated on positions up to 200" in str(w.message)]
         assert len(said) == (cache.get_seq_length() == 201), said
     assert cache.get_seq_length() == 232
-    with pytest.warns(UserWarning, match="hold 300 tokens, but calibration was calibrated on sequences of 200"):
+    with pytest.warns(UserWarning, match="hold 300 tokens, but calibration was calibrated on positions up to 200"):
         OscarCache(model.config, artifact=artifact, max_cache_len=300)
 
 

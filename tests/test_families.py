@@ -123,6 +123,22 @@ def test_decode_step_compiles(family, graphs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_relative_models_say_the_same_at_all_positions(family):
+    model = tiny_model(family, "eager")
+    if not compat.is_relative(model.config):
+        return
+    ids, _ = prompt(1, 40)
+    with torch.no_grad():
+        near, far = (model(input_ids=ids, position_ids=first + torch.arange(40)[None]).logits for first in (0, 70))
+    torch.testing.assert_close(near, far, atol=1e-4, rtol=1e-3)
+
+
+def test_which_models_are_relative():
+    relative = {family for family in FAMILIES if compat.is_relative(tiny_config(family))}
+    assert {"llama", "qwen2", "qwen3", "mistral", "gemma3"} <= relative
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_evaluation_judges_the_models_own_logits(family):
     scaling = {"final_logit_softcapping": 5.0} if family.startswith("gemma") else {}
     scaling = {"lm_head_multiplier": 0.5} if family == "falcon_h1" else scaling

@@ -205,9 +205,10 @@ class OscarConfig:
 
     @property
     def longest_calibrated(self) -> int | None:
-        """Tokens of the longest sequence that the constants were made from, None where that is not recorded."""
-        context = self.calibration.get("context")
-        return context if _is_count(context, 1) else None
+        """Positions that the constants were made from, None where that is not recorded: an older artifact states the tokens of its
+        longest sequence."""
+        reach = self.calibration.get("positions", self.calibration.get("context"))
+        return reach if _is_count(reach, 1) else None
 
     def side_format(self, kind: str, dim: int) -> SideFormat:
         """How keys (kind "key") or values ("value") of a head dim are stored."""

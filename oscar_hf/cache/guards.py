@@ -20,6 +20,7 @@ class Guards:
 
     def __init__(self, artifact: Artifact, has_cross_attention: bool, layers: int):
         self._source, self._longest = artifact.source, artifact.config.longest_calibrated
+        self._collapses = not artifact.config.center_block
         # With one layer two writes in a row are what two forwards do, so there it goes unnoticed.
         self._watches_cross_attention = has_cross_attention and layers > 1
         self._last_updated: int | None = None
@@ -43,8 +44,9 @@ class Guards:
             return
         self._warned_of_length = True
         warnings.warn(
-            f"oscar_hf: this cache is to hold {tokens} tokens, but {self._source} was calibrated on sequences of {self._longest}, "
-            "and quality can collapse beyond that: calibrate it on longer text (`oscar-hf calibrate --context N --tokens N`)",
+            f"oscar_hf: this cache is to hold {tokens} tokens, but {self._source} was calibrated on positions up to "
+            f"{self._longest}; beyond them quality {'can collapse' if self._collapses else 'may suffer'}: calibrate it on longer "
+            "text (`oscar-hf calibrate --context N --tokens N`), or use no artifact",
             stacklevel=stacklevel,
         )
 

@@ -22,7 +22,7 @@ from ..errors import ArtifactError
 from ..quantization.rotation import balanced_transform, hadamard, spectral_rotation
 from ..transformers_compat import model_config as compat
 from . import held_out
-from .moments import LayerMoments, gather
+from .moments import LayerMoments, gather, spread_positions
 from .text import default_text, token_sequences
 
 
@@ -142,7 +142,8 @@ def calibrate(
         recipe (`str`, defaults to `"balanced"`): `"balanced"` or `"paper"`; others need no artifact.
         tokens (`int`, defaults to 32768): How much of the text, at least 2048 tokens.
         context (`int`, *optional*): Tokens per sequence. Defaults to as many as the model, the text and the memory allow,
-            at most 32768: constants hold for the positions that they were made from.
+            at most 32768. Shorter sequences begin at positions spread over as many, where the model's rotary embeddings
+            allow it: constants hold for the positions that they were made from.
         seed (`int`, defaults to 0): Shifts the sequences within the text.
         text_source (`str`, *optional*): What the artifact says its text was.
         progress (`bool`, defaults to `True`): Show a progress bar.
@@ -189,6 +190,11 @@ def calibrate(
         base_model=base_model,
     )  # fmt: skip
     config = OscarConfig.from_recipe(recipe, **{name: part for name, part in parts.items() if part is not None})
+    if not config.needs_calibration:
+        raise ArtifactError(
+            f"recipe: {recipe!r} as given needs no artifact, so there is nothing to calibrate: use "
+            f"OscarCache(model.config, recipe={recipe!r}), or calibrate 'balanced' or 'paper'"
+        )
     may_shorten = context is None
     if may_shorten:
         context = compat.longest_context(model.config, LONGEST_CONTEXT)
@@ -200,7 +206,7 @@ def calibrate(
     if text is None:
         text, text_source = default_text()
     text, rest = held_out.split(text) if judge else (text, "")
-    moments, sequences = _gather_what_fits(
+    moments, sequences, positions = _gather_what_fits(
         model,
         config,
         context,
@@ -213,6 +219,7 @@ def calibrate(
             "text": text_source or "given text",
             "tokens": sum(sequence.shape[1] for sequence in sequences),
             "context": sequences[0].shape[1],
+            "positions": max(first + ids.shape[1] for first, ids in zip(positions, sequences)),
             "seed": seed,
             "date": datetime.date.today().isoformat(),
             "versions": _versions(),
@@ -229,17 +236,20 @@ def _gather_what_fits(
     sequences_of: Callable[[int], list[Tensor]],
     may_shorten: bool,
     progress: bool,
-) -> tuple[dict[int, LayerMoments], list[Tensor]]:
-    """Moments of a model and the sequences that they are from: of `context` tokens, or if allowed of a half, a quarter, ...
-    where those do not fit the memory."""
+) -> tuple[dict[int, LayerMoments], list[Tensor], list[int]]:
+    """Moments of a model, the sequences that they are from, and the positions that those began at. Sequences are of `context`
+    tokens, or if allowed of a half, a quarter, ... where those do not fit the memory."""
+    reach = compat.longest_context(model.config, LONGEST_CONTEXT)
     scored = config.value_transform == "oscar" and config.value_target == "score"
     while True:
         sequences = sequences_of(context)
+        positions = spread_positions(model, sequences, reach)
         try:
             with tqdm(total=len(sequences) * (1 + scored), desc="calibrating", unit="seq", disable=not progress) as bar:
-                return gather(
-                    model, sequences, config.sink_tokens, scored, lambda: bar.update(1), config.center_block
-                ), sequences
+                moments = gather(
+                    model, sequences, config.sink_tokens, scored, lambda: bar.update(1), config.center_block, positions
+                )
+            return moments, sequences, positions
         except (torch.OutOfMemoryError, MemoryError):
             longest = sequences[0].shape[1]
             if not may_shorten or longest < 2 * MIN_CALIBRATION_TOKENS:

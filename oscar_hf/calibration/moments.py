@@ -173,13 +173,32 @@ class RecordingLayer(DynamicLayer):
         return 0
 
 
+def spread_positions(model, sequences: list[Tensor], most: int) -> list[int]:
+    """Where sequences may begin, so that together they reach over positions 0..most-1: rotary embeddings turn the slow pairs of
+    channels of keys and queries on and on, and moments of the first positions alone know one part of the turn.
+
+    0 for a model that is not the same at all positions, or where sequences are long enough.
+    """
+    room = [most - ids.shape[1] for ids in sequences]
+    if not compat.is_relative(model.config) or len(sequences) < 2 or min(room) < 1:
+        return [0] * len(sequences)
+    return [index * least // (len(sequences) - 1) for index, least in enumerate(room)]
+
+
 @torch.no_grad()
 def gather(
-    model, sequences: list[Tensor], sink_tokens: int, scored_values: bool, progress, center_block: int = KEY_BLOCK
+    model,
+    sequences: list[Tensor],
+    sink_tokens: int,
+    scored_values: bool,
+    progress,
+    center_block: int = KEY_BLOCK,
+    positions: list[int] | None = None,
 ) -> dict[int, LayerMoments]:
     """Run the model over token sequences [1, T] and return the moments of every full-attention layer.
 
-    scored_values: make the second pass that `value_target="score"` needs. progress: called once per sequence and pass.
+    scored_values: make the second pass that `value_target="score"` needs. progress: called once per sequence and pass. positions:
+    of the first token of each sequence, see `spread_positions`; 0 by default.
     """
     config = compat.text_config(model.config)
     compat.refuse_latent_attention(config)
@@ -191,12 +210,13 @@ def gather(
     if not moments:
         raise UnsupportedModelError(f"{config.model_type} has no full-attention layer: there is nothing to calibrate")
     for second_pass in (False, True) if scored_values else (False,):
-        for ids in sequences:
+        for ids, first in zip(sequences, positions or [0] * len(sequences)):
+            where = {"position_ids": first + torch.arange(ids.shape[1], device=model.device)[None]} if first else {}
             layers = compat.native_layers(config)
             for index, layer_moments in moments.items():
                 layers[index] = RecordingLayer(layer_moments, second_pass)
             without_head(model)(
-                input_ids=ids.to(model.device), use_cache=True, **{CACHE_ARGUMENT: Cache(layers=layers)}
+                input_ids=ids.to(model.device), use_cache=True, **{CACHE_ARGUMENT: Cache(layers=layers)}, **where
             )
             # More than once where later layers attend to the same keys, too: their queries count like its own.
             unseen = [index for index in moments if layers[index].seen < ids.shape[1]]

@@ -47,7 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     _model_arguments(calibrate)
     calibrate.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write the artifact to")
     calibrate.add_argument(
-        "--recipe", default="balanced", choices=RECIPES, help="parts of the method (default: balanced)"
+        "--recipe",
+        default="balanced",
+        choices=[name for name in RECIPES if name not in DATA_FREE_RECIPES],
+        help="parts of the method (default: balanced); the others need no artifact",
     )
     calibrate.add_argument(
         "--base-model", metavar="NAME", help="name to record (default: the model's Hub id or folder name)"
@@ -88,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--gguf-file", metavar="F", help="read the config from this GGUF file of the folder or repository"
     )
-    plan.add_argument("--artifact", metavar="A", help="folder or Hub repository id (default: the recipe hadamard)")
+    plan.add_argument(
+        "--artifact", metavar="A", help="folder or Hub repository id (default: the recipe default, which needs none)"
+    )
     plan.add_argument("--subfolder", help="folder of the artifact inside its repository")
     length = plan.add_mutually_exclusive_group()
     length.add_argument(

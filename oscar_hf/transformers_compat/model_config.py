@@ -105,6 +105,27 @@ def longest_context(config: PreTrainedConfig, most: int) -> int:
     return min(stated, most) if isinstance(stated, int) and stated > 0 else most
 
 
+# Rotations that are the same whatever the length of the sequence.
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
+
+
+def is_relative(config: PreTrainedConfig) -> bool:
+    """Whether a model says the same of a text wherever its positions begin: they enter by fixed rotations of queries and keys, one
+    number a token, and in no other way."""
+    config = text_config(config)
+    stated = shared_field(config, "rope_parameters")
+    if not isinstance(stated, dict) or not stated or shared_field(config, "alibi"):
+        return False
+    # Parameters for each type of layer, or for all.
+    ropes = [rope for rope in stated.values() if isinstance(rope, dict)] or [stated]
+    scaled_by_position = shared_field(config, "attn_temperature_tuning") or any(
+        "llama_4_scaling_beta" in r for r in ropes
+    )
+    return not scaled_by_position and all(
+        rope.get("rope_type", "default") in _FIXED_ROPES and "mrope_section" not in rope for rope in ropes
+    )
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Sizes of one attention layer."""
