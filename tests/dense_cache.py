@@ -11,7 +11,7 @@ from oscar_hf.attention.kv_handle import OscarKV
 # What handles follow; with anything else they become dense tensors, of which nothing is known.
 _VIEWS = (
     Tensor.transpose, torch.transpose, Tensor.expand, Tensor.reshape, Tensor.contiguous, Tensor.__getitem__,
-    Tensor.repeat_interleave, torch.repeat_interleave, Tensor.to,
+    Tensor.repeat_interleave, torch.repeat_interleave,
 )  # fmt: skip
 _PRODUCTS = (F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
@@ -52,4 +52,6 @@ class _Watched(Tensor):
             view.observe()
             view.see_queries(plain[0])
         result = func(*plain, **named)
-        return cls.of(result, view) if func in _VIEWS and isinstance(args[0], cls) else result
+        # To where it is already, in the dtype that it has: models that share keys between layers do that.
+        stays = func is Tensor.to and (result.dtype, result.device) == (args[0].dtype, args[0].device)
+        return cls.of(result, view) if (func in _VIEWS or stays) and isinstance(args[0], cls) else result
