@@ -95,7 +95,8 @@ def main() -> None:
         for first in range(0, len(prompts), args.batch):
             texts[name] += answers(model, tokenizer, prompts[first : first + args.batch], make, args.new_tokens)
         right[name] = [number(text) == want for text, want in zip(texts[name], expected)]
-        line = f"{name:12s} {100 * sum(right[name]) / len(prompts):5.1f}% of {len(prompts)} problems, prompts of about {length} tokens"
+        share = 100 * sum(right[name]) / len(prompts)
+        line = f"{name:12s} {share:5.1f}% of {len(prompts)} problems, prompts of about {length} tokens"
         if name != "exact":
             differences = [float(a) - float(b) for a, b in zip(right[name], right["exact"])]
             center, spread = paired_interval(differences, list(range(len(differences))))

@@ -23,7 +23,7 @@ from oscar_hf.cli.loading import load_model
 
 
 def affine(groups: Tensor, levels: int) -> Tensor:
-    """Asymmetric rounding of each row to 0..levels between its minimum and its maximum; scale and minimum in the dtype of the row."""
+    """Asymmetric rounding of each row to 0..levels between its minimum and its maximum; both stored in its dtype."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale = ((high - low) / levels).clamp(min=1e-8)
     return ((groups - low) / scale).round().clamp(0, levels) * scale + low
