@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32000)
     parser.add_argument("--first", type=int, default=2048, help="first position that is judged (default: 2048)")
     parser.add_argument("--calibrate", metavar="TEXT")
+    parser.add_argument("--only", nargs="+", default=[""], help="variants whose names hold one of these (default: all)")
     parser.add_argument("--json")
     args = parser.parse_args()
     model, tokenizer = load_model(args.model, gguf_file=args.gguf_file)
@@ -49,7 +50,12 @@ def main() -> None:
     evaluation = Evaluation(model, [ids[:, begin : begin + args.tokens]], args.first)
     found = {}
 
+    def is_wanted(name):
+        return any(part in name for part in args.only)
+
     def judge(name, artifact, side="kv", **storage):
+        if not is_wanted(name):
+            return
         quality = evaluation.judge(artifact, side, **storage)
         found[name] = quality.as_dict()
         places = "  ".join(f"{place.split('-')[0]}: {kl:.4f}" for place, kl in quality.kl_by_position.items())
@@ -66,6 +72,8 @@ def main() -> None:
         text = Path(args.calibrate).read_text(encoding="utf-8")
         for context in (2048, args.tokens):
             for recipe in ("paper", "balanced"):
+                if not is_wanted(f"{recipe}, calibrated on {context}"):
+                    continue
                 artifact = calibrate(
                     model, tokenizer, text, recipe=recipe, context=context, progress=False, judge=False
                 )
