@@ -208,7 +208,9 @@ class Compiler:
         # Errors in device functions wrap one another, the innermost last.
         while getattr(error, "__cause__", None) is not None:
             error = error.__cause__
-        self.failures.append(f"{name}: {self.case}: {error}")
+        # Triton shows the source of the whole function down to the line in question, a caret, and what is wrong.
+        text = " <- ".join(line.strip() for line in reversed(str(error).splitlines()[-3:]) if line.strip(" ^"))
+        self.failures.append(f"{name}: {self.case}: {text}")
         print(f"FAILED {self.failures[-1]}", flush=True)
 
 
