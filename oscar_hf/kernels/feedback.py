@@ -15,10 +15,8 @@ UNBIASED_SCALE = tl.constexpr(quantizer.UNBIASED_SCALE)
 _LEAST_FACTOR, _MOST_FACTOR = (tl.constexpr(factor) for factor in quantizer.UNBIASED_RANGE)
 # Columns whose codes are made in turn before their errors go to all columns before them at once; tl.dot wants 16.
 _BLOCK = tl.constexpr(16)
-# Through matrix units, with 22 bits: half the time of float32 products, and rows stay within a warp (see `_tile_size`).
-_PRECISION = tl.constexpr("tf32x3")
-# Columns whose products with L are made at once where the stored scale is found.
-_SLICE = tl.constexpr(16)
+# Columns of a lone token whose products with L are made at once where its stored scale is found: fewer loads that wait.
+_SLICE = tl.constexpr(32)
 
 
 @triton.jit
@@ -59,6 +57,23 @@ def _channels_of(columns, GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_
 
 
 @triton.jit
+def _high_part(x):
+    """The part of float32 x that tf32 holds."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _add_product(left, right, sums):
+    """sums + left @ right through matrix units, with 22 bits: half the time of float32 products, and rows stay within a warp
+    (see `_tile_size`). Triton's own three products (tf32x3) first add up apart from `sums`, which takes registers that are short.
+    """
+    left_high, right_high = _high_part(left), _high_part(right)
+    sums = tl.dot(left_high, right - right_high, sums, input_precision="tf32")
+    sums = tl.dot(left - left_high, right_high, sums, input_precision="tf32")
+    return tl.dot(left_high, right_high, sums, input_precision="tf32")
+
+
+@triton.jit
 def _times_feedback(
     x, feedback_ptr, channels, is_channel, stride_fk, stride_fn,
     GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
@@ -66,7 +81,7 @@ def _times_feedback(
 ):  # fmt: skip
     """x (I + L). A slice of x changes only columns before its end, so that x itself takes the sums, from the first slice on."""
     DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
-    WIDTH: tl.constexpr = _SLICE if DIM_TILE > _SLICE else DIM_TILE
+    WIDTH: tl.constexpr = _SLICE if BLOCK_T == 1 and DIM_TILE > _SLICE else _BLOCK
     SLICES: tl.constexpr = DIM_TILE // WIDTH
     slices = tl.arange(0, SLICES)[None, :, None]
     for i in tl.range(SLICES, num_stages=1):
@@ -80,7 +95,7 @@ def _times_feedback(
         if BLOCK_T == 1:
             x += tl.sum(tl.reshape(part, [WIDTH, 1]) * matrix, axis=0)[None, :]
         else:
-            x = tl.dot(part, matrix, x, input_precision=_PRECISION)
+            x = _add_product(part, matrix, x)
     return x
 
 
@@ -97,7 +112,17 @@ def unbiased_scale_of_metric(
     y - (targets - z).
     """
     y = _times_feedback(
-        x, feedback_ptr, channels, is_channel, stride_fk, stride_fn, GROUP_SIZE, GROUPS, GROUP_TILE, GROUPS_TILE, BLOCK_T
+        x,
+        feedback_ptr,
+        channels,
+        is_channel,
+        stride_fk,
+        stride_fn,
+        GROUP_SIZE,
+        GROUPS,
+        GROUP_TILE,
+        GROUPS_TILE,
+        BLOCK_T,
     )
     y = tl.reshape(y, [BLOCK_T, GROUPS_TILE, GROUP_TILE])
     targets = tl.reshape(targets, [BLOCK_T, GROUPS_TILE, GROUP_TILE])
@@ -189,7 +214,7 @@ def feedback_targets(
         if BLOCK_T == 1:
             targets += tl.sum(tl.reshape(errors, [_BLOCK, 1]) * matrix, axis=0)[None, :]
         else:
-            targets = tl.dot(errors, matrix, targets, input_precision=_PRECISION)
+            targets = _add_product(errors, matrix, targets)
         targets = tl.reshape(
             tl.where(blocks == block, target[:, None, :], tl.reshape(targets, [BLOCK_T, BLOCKS, _BLOCK])),
             [BLOCK_T, DIM_TILE],
