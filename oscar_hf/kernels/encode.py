@@ -10,7 +10,7 @@ from ..quantization.quantizer import ScaleRule, check_group_size
 from .feedback import (
     FEEDBACK_SCALE,
     UNBIASED_SCALE,
-    feedback_codes,
+    feedback_targets,
     scale_of_rms,
     unbiased_scale,
     unbiased_scale_of_metric,
@@ -181,14 +181,15 @@ def encode(
     # With feedback there is no search, and the metric is L.
     if WEIGHTED and not SEARCH:
         scale = scale_of_rms(x, FEEDBACK_SCALE, GROUP_SIZE, GROUP_TILE, GROUPS_TILE, BLOCK_T)
-        codes = feedback_codes(
+        wanted = feedback_targets(
             x, scale, metric_ptr, channels, is_channel, stride_mk, stride_mn, GROUP_SIZE, GROUPS, GROUP_TILE,
             GROUPS_TILE, BLOCK_T,
         )  # fmt: skip
-        scale = unbiased_scale_of_metric(
-            x, codes, scale, metric_ptr, channels, is_channel, stride_mk, stride_mn, GROUP_SIZE, GROUPS, GROUP_TILE,
+        scale, levels = unbiased_scale_of_metric(
+            x, wanted, scale, metric_ptr, channels, is_channel, stride_mk, stride_mn, GROUP_SIZE, GROUPS, GROUP_TILE,
             GROUPS_TILE, BLOCK_T,
         )  # fmt: skip
+        codes = tl.reshape((levels + 1.5).to(tl.int32), [BLOCK_T, DIM_TILE])
     elif CLIP_INDEX == _BY_RMS:
         scale = scale_of_rms(x, UNBIASED_SCALE, GROUP_SIZE, GROUP_TILE, GROUPS_TILE, BLOCK_T)
         step = scale[:, :, None]

@@ -15,9 +15,7 @@ UNBIASED_SCALE = tl.constexpr(quantizer.UNBIASED_SCALE)
 _LEAST_FACTOR, _MOST_FACTOR = (tl.constexpr(factor) for factor in quantizer.UNBIASED_RANGE)
 # Columns whose codes are made in turn before their errors go to all columns before them at once; tl.dot wants 16.
 _BLOCK = tl.constexpr(16)
-# Through matrix units, with 22 bits: half the time of float32 products, and rows stay within a warp (see `_tile_size`).
-_PRECISION = tl.constexpr("tf32x3")
-# Columns whose products are made at once where the stored scale is found.
+# Columns of a lone token whose products with L are made at once where its stored scale is found: fewer loads that wait.
 _SLICE = tl.constexpr(32)
 
 
@@ -52,39 +50,88 @@ def unbiased_scale(
 
 
 @triton.jit
-def unbiased_scale_of_metric(
-    x, codes, scale, feedback_ptr, channels, is_channel, stride_fk, stride_fn,
+def _channels_of(columns, GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr):
+    """Channels that columns hold, and whether they hold one."""
+    group, within = columns // GROUP_TILE, columns % GROUP_TILE
+    return group * GROUP_SIZE + within, (group < GROUPS) & (within < GROUP_SIZE)
+
+
+@triton.jit
+def _high_part(x):
+    """The part of float32 x that tf32 holds."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _add_product(left, right, sums):
+    """sums + left @ right through matrix units, with 22 bits: half the time of float32 products, and rows stay within a warp
+    (see `_tile_size`). Triton's own three products (tf32x3) first add up apart from `sums`, which takes registers that are short.
+    """
+    left_high, right_high = _high_part(left), _high_part(right)
+    sums = tl.dot(left_high, right - right_high, sums, input_precision="tf32")
+    sums = tl.dot(left - left_high, right_high, sums, input_precision="tf32")
+    return tl.dot(left_high, right_high, sums, input_precision="tf32")
+
+
+@triton.jit
+def _times_feedback(
+    x, feedback_ptr, channels, is_channel, stride_fk, stride_fn,
     GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The same with one factor for each row, of products of x (I + L). BLOCK_T is 1 or at least 16."""
+    """x (I + L). A slice of x changes only columns before its end, so that x itself takes the sums, from the first slice on."""
     DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
-    WIDTH: tl.constexpr = min(_SLICE, DIM_TILE)
-    levels = tl.reshape(codes, [BLOCK_T, GROUPS_TILE, GROUP_TILE]).to(tl.float32) - 1.5
-    rows = tl.reshape(levels * scale[:, :, None], [BLOCK_T, DIM_TILE])
-    columns = tl.arange(0, DIM_TILE)
-    own = tl.zeros([BLOCK_T], tl.float32)
-    shared = tl.zeros([BLOCK_T], tl.float32)
-    for i in tl.range(DIM_TILE // WIDTH, num_stages=1):
-        some = i * WIDTH + tl.arange(0, WIDTH)
-        is_some = (some // GROUP_TILE < GROUPS) & (some % GROUP_TILE < GROUP_SIZE)
-        some_channels = some // GROUP_TILE * GROUP_SIZE + some % GROUP_TILE
+    WIDTH: tl.constexpr = _SLICE if BLOCK_T == 1 and DIM_TILE > _SLICE else _BLOCK
+    SLICES: tl.constexpr = DIM_TILE // WIDTH
+    slices = tl.arange(0, SLICES)[None, :, None]
+    for i in tl.range(SLICES, num_stages=1):
+        rows, is_row = _channels_of(tl.arange(0, WIDTH) + i * WIDTH, GROUP_SIZE, GROUPS, GROUP_TILE)
         matrix = tl.load(
-            feedback_ptr + channels[:, None] * stride_fk + some_channels[None, :] * stride_fn,
-            mask=is_channel[:, None] & is_some[None, :],
+            feedback_ptr + rows[:, None] * stride_fk + channels[None, :] * stride_fn,
+            mask=is_row[:, None] & is_channel[None, :],
             other=0.0,
         )
-        # The diagonal of L is zero; padded columns of x are, too.
-        matrix = tl.where(columns[:, None] == some[None, :], 1.0, matrix)
+        part = tl.sum(tl.where(slices == i, tl.reshape(x, [BLOCK_T, SLICES, WIDTH]), 0.0), axis=1)
         if BLOCK_T == 1:
-            y = tl.sum(tl.reshape(x, [DIM_TILE, 1]) * matrix, axis=0)[None, :]
-            z = tl.sum(tl.reshape(rows, [DIM_TILE, 1]) * matrix, axis=0)[None, :]
+            x += tl.sum(tl.reshape(part, [WIDTH, 1]) * matrix, axis=0)[None, :]
         else:
-            y = tl.dot(x, matrix, input_precision=_PRECISION)
-            z = tl.dot(rows, matrix, input_precision=_PRECISION)
-        own += tl.sum(y * y, axis=1)
-        shared += tl.sum(y * z, axis=1)
-    return _times_factor(scale, own[:, None], shared[:, None])
+            x = _add_product(part, matrix, x)
+    return x
+
+
+@triton.jit
+def unbiased_scale_of_metric(
+    x, targets, scale, feedback_ptr, channels, is_channel, stride_fk, stride_fn,
+    GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The same with one factor for each row, of products of y = x (I + L), and levels: codes less 1.5 of the `feedback_targets`,
+    float32 [BLOCK_T, GROUPS_TILE, GROUP_TILE].
+
+    What the codes stand for, z = levels * scale, needs no product of its own: targets are x + (x - z) L, so that z (I + L) is
+    y - (targets - z).
+    """
+    y = _times_feedback(
+        x,
+        feedback_ptr,
+        channels,
+        is_channel,
+        stride_fk,
+        stride_fn,
+        GROUP_SIZE,
+        GROUPS,
+        GROUP_TILE,
+        GROUPS_TILE,
+        BLOCK_T,
+    )
+    y = tl.reshape(y, [BLOCK_T, GROUPS_TILE, GROUP_TILE])
+    targets = tl.reshape(targets, [BLOCK_T, GROUPS_TILE, GROUP_TILE])
+    step = scale[:, :, None]
+    limit_1, limit_2, limit_3 = _limits(step)
+    levels = _level(targets, step, limit_1, limit_2, limit_3)
+    # Padded columns of y are 0.
+    own, shared = tl.sum(y * y, axis=2), tl.sum(y * (y - (targets - levels * step)), axis=2)
+    return _times_factor(scale, tl.sum(own, axis=1)[:, None], tl.sum(shared, axis=1)[:, None]), levels
 
 
 @triton.jit
@@ -101,15 +148,23 @@ def _limits(step):
 
 
 @triton.jit
-def feedback_codes(
+def _level(target, step, limit_1, limit_2, limit_3):
+    """Code less 1.5 of a target."""
+    d = target + 1.5 * step
+    return tl.where(d >= limit_3, 1.5, tl.where(d >= limit_2, 0.5, tl.where(d >= limit_1, -0.5, -1.5)))
+
+
+@triton.jit
+def feedback_targets(
     x, scale, feedback_ptr, channels, is_channel, stride_fk, stride_fn,
     GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Codes int32 [BLOCK_T, DIM_TILE] of rotated rows x with `scale` [BLOCK_T, GROUPS_TILE], as `quantizer.feedback_codes`.
+    """What the codes of rotated rows x are made of, float32 [BLOCK_T, DIM_TILE], with `scale` [BLOCK_T, GROUPS_TILE]: the targets
+    of `quantizer.feedback_codes`.
 
-    BLOCK_T is 1 or at least 16. As soon as a block has its codes, what its errors ask of the columns before it is added to
-    their targets; its own targets are used up then, and the codes take their place.
+    BLOCK_T is 1 or at least 16. As soon as a block has its targets, what its errors ask of the columns before it is added to
+    theirs.
     """
     DIM_TILE: tl.constexpr = GROUPS_TILE * GROUP_TILE
     BLOCKS: tl.constexpr = DIM_TILE // _BLOCK
@@ -129,13 +184,10 @@ def feedback_codes(
         # NaN stays NaN anyway; said here, it brings both tiles into one layout, without which each column below would go
         # through shared memory.
         row = tl.where(target == target, row, float("nan"))
-        block_columns = begin + within
-        is_block_channel = (block_columns // GROUP_TILE < GROUPS) & (block_columns % GROUP_TILE < GROUP_SIZE)
-        block_channels = block_columns // GROUP_TILE * GROUP_SIZE + block_columns % GROUP_TILE
+        block_channels, is_block_channel = _channels_of(within + begin, GROUP_SIZE, GROUPS, GROUP_TILE)
         step = tl.sum(tl.where(group_ids == begin // GROUP_TILE, scale, 0.0), axis=1)
         limit_1, limit_2, limit_3 = _limits(step)
-        # Two bits for each column.
-        crumbs = tl.zeros([BLOCK_T], dtype=tl.int32)
+        errors = row
         for j in range(_BLOCK):
             within_block = _BLOCK - 1 - j
             column = begin + within_block
@@ -143,19 +195,16 @@ def feedback_codes(
             if GROUP_TILE < _BLOCK:
                 step = tl.sum(tl.where(group_ids == column // GROUP_TILE, scale, 0.0), axis=1)
                 limit_1, limit_2, limit_3 = _limits(step)
-            d = _column(target, is_column) + 1.5 * step
-            reaches_1, reaches_2, reaches_3 = d >= limit_1, d >= limit_2, d >= limit_3
-            crumb = reaches_1.to(tl.int32) + reaches_2.to(tl.int32) + reaches_3.to(tl.int32)
-            crumbs |= crumb << (2 * within_block)
-            level = tl.where(reaches_3, 1.5, tl.where(reaches_2, 0.5, tl.where(reaches_1, -0.5, -1.5)))
-            missing = _column(row, is_column) - step * level
+            level = _level(_column(target, is_column), step, limit_1, limit_2, limit_3)
+            missing = _column(errors, is_column) - step * level
             # Row `column` of L, which is 0 from that column on.
-            k = column + 0 * within
-            is_l = is_block_channel & (k // GROUP_TILE < GROUPS) & (k % GROUP_TILE < GROUP_SIZE)
-            k = k // GROUP_TILE * GROUP_SIZE + k % GROUP_TILE
-            feedback = tl.load(feedback_ptr + k * stride_fk + block_channels * stride_fn, mask=is_l, other=0.0)
-            # A target that is used up makes room for what its code leaves missing.
-            target = tl.where(is_column, missing[:, None], target + missing[:, None] * feedback[None, :])
+            k, is_k = _channels_of(column + 0 * within, GROUP_SIZE, GROUPS, GROUP_TILE)
+            feedback = tl.load(
+                feedback_ptr + k * stride_fk + block_channels * stride_fn, mask=is_block_channel & is_k, other=0.0
+            )
+            errors = tl.where(is_column, missing[:, None], errors)
+            before = (within < within_block)[None, :]
+            target = tl.where(before, target + missing[:, None] * feedback[None, :], target)
         # Rows of L that belong to the block, without the columns of the block itself.
         matrix = tl.load(
             feedback_ptr + block_channels[:, None] * stride_fk + channels[None, :] * stride_fn,
@@ -163,12 +212,11 @@ def feedback_codes(
             other=0.0,
         )
         if BLOCK_T == 1:
-            targets += tl.sum(tl.reshape(target, [_BLOCK, 1]) * matrix, axis=0)[None, :]
+            targets += tl.sum(tl.reshape(errors, [_BLOCK, 1]) * matrix, axis=0)[None, :]
         else:
-            targets = tl.dot(target, matrix, targets, input_precision=_PRECISION)
-        codes = (crumbs[:, None] >> (2 * within)[None, :]) & 3
+            targets = _add_product(errors, matrix, targets)
         targets = tl.reshape(
-            tl.where(blocks == block, codes.to(tl.float32)[:, None, :], tl.reshape(targets, [BLOCK_T, BLOCKS, _BLOCK])),
+            tl.where(blocks == block, target[:, None, :], tl.reshape(targets, [BLOCK_T, BLOCKS, _BLOCK])),
             [BLOCK_T, DIM_TILE],
         )
-    return targets.to(tl.int32)
+    return targets
