@@ -7,6 +7,7 @@ import pytest
 
 from oscar_hf import OscarConfig
 from oscar_hf.artifact.recipes import OVERRIDABLE, PUBLISHED_STORAGE, RECIPES
+from oscar_hf.artifact.version_1 import former_fields
 from oscar_hf.errors import ArtifactError, OscarError
 
 FULL = dict(
@@ -234,6 +235,19 @@ def test_version_1_takes_the_storage_of_today(recipe):
     assert config.recipe == {"default": "balanced"}.get(recipe, recipe)
     now = OscarConfig.from_recipe(config.recipe, sink_tokens=7, per_head=written.get("per_head", True))
     assert config == now and config.format_version == 2
+
+
+def test_what_version_1_leaves_out_is_what_it_was_then():
+    config = OscarConfig.from_json('{"format_version": 1}')
+    assert config == OscarConfig.from_recipe("balanced")
+    assert former_fields(config, {"format_version": 1, "sink_tokens": 7}) == {
+        "sink_tokens": 7, "recent_tokens": 256, "group_size": None, "recipe": "default", "key_transform": "balanced",
+        "value_transform": "oscar", "per_head": True, "value_target": "score", "center_keys": True,
+        "key_scale": "weighted_search_both_ends", "value_scale": "percentile(0.92)", "key_symmetric": False,
+        "value_symmetric": False, "base_model": None, "base_model_revision": None, "model_type": None,
+        "num_hidden_layers": None, "layer_types": None, "num_key_value_heads": None, "head_dim": None,
+        "value_head_dim": None, "cache_fields": {}, "calibration": {}, "format_version": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", VERSION_1)

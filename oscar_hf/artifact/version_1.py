@@ -14,10 +14,26 @@ _STORAGE: dict[str, dict[str, Any]] = {
 }
 
 
+# What a config of version 1 says where it says nothing; the other fields have the defaults of today.
+_DEFAULTS: dict[str, Any] = {
+    "recipe": "default",
+    "key_transform": "balanced",
+    "value_transform": "oscar",
+    "per_head": True,
+    "value_target": "score",
+    "center_keys": True,
+    "key_scale": "weighted_search_both_ends",
+    "value_scale": "percentile(0.92)",
+    "key_symmetric": False,
+    "value_symmetric": False,
+}
+
+
 def today(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields of a version 1 config as those of today, but for format_version. Where they say of storage what their recipe said
     then, they take what recipes say now: one mean for all keys fails at positions that it was not made from."""
-    fields = {**fields, "key_center": _center(fields)}
+    fields = {**_DEFAULTS, **fields}
+    fields["key_center"] = _center(fields)
     fields.pop("center_keys", None)
     former = _STORAGE.get(fields.get("recipe"), {})
     if former and all(fields.get(name, value) == value for name, value in former.items()):
@@ -37,9 +53,9 @@ def _center(fields: dict[str, Any]) -> str:
 def former_fields(config, written: dict[str, Any] | None) -> dict[str, Any]:
     """The fields that version 1 had of an artifact: as written in its file, or for one that never had a file (RotationZoo files, a
     recipe) as version 1 would have made it."""
-    if written is not None:
-        return dict(written)
     fields = dataclasses.asdict(config) | PUBLISHED_STORAGE | {"center_keys": False, "format_version": 1}
+    if written is not None:
+        fields |= {**_DEFAULTS, **written}
     for name in ("key_center", "key_block"):
         fields.pop(name)
     return fields
