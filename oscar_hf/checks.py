@@ -1,9 +1,10 @@
 """Checks of whole numbers. True and False, which Python counts as 1 and 0, are none. Imports nothing heavy."""
 
 import argparse
+import operator
 from collections.abc import Callable
 
-from .errors import OscarError
+from .errors import CacheStateError, OscarError
 
 _LARGEST_ARGUMENT = (1 << 31) - 1
 
@@ -31,3 +32,14 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def check_whole_number(what: str, given: object, minimum: int | None = None) -> None:
+    """Raise CacheStateError for anything but a whole number (an int, or what Python takes for an index) from `minimum` on."""
+    try:
+        value = None if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        value = None
+    if value is None or (minimum is not None and value < minimum):
+        allowed = "a whole number" if minimum is None else f"a whole number from {minimum} on"
+        raise CacheStateError(f"{what} takes {allowed}, got {given!r}")

@@ -329,9 +329,7 @@ def test_a_step_of_another_batch_or_model_is_refused(static):
     with torch.no_grad():
         model(ids, past_key_values=cache)
         for other, rows in ((model, ids[:1, :1]), (tiny_model("llama", num_key_value_heads=1), ids[:, :1])):
-            with pytest.raises(
-                CacheStateError, match=r"holds \(batch, KV heads, key dim, value dim\) = \(2, 2, 16, 16\)"
-            ):
+            with pytest.raises(CacheStateError, match=r"holds (2 rows|\(batch, KV heads, .*\) = \(2, 2, 16, 16\))"):
                 other(rows, past_key_values=cache)
         assert int(cache.get_seq_length()) == 50
 

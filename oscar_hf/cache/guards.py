@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..artifact.artifact import Artifact
 from ..errors import CacheStateError
-from .layer import OscarLayer
+from ..storage.layer_store import LayerStore
 
 # Fewer equal tokens at the start of two turns are likely chance (a BOS token, a chat header).
 _REPEATED_TOKENS = 16
@@ -50,17 +50,10 @@ class Guards:
             stacklevel=stacklevel,
         )
 
-    def check_new_forward(self, layers: list[OscarLayer], value_states: Tensor) -> None:
-        """At the start of a forward: refuse to go on after an interrupted one, warn if the prompt is being fed again or is longer
-        than what was calibrated. layers: all packed ones, the first of which is being written to."""
-        first = layers[0].store
+    def check_new_forward(self, first: LayerStore, value_states: Tensor) -> None:
+        """At the start of a forward: warn if the prompt is being fed again or is longer than what was calibrated. first: the first
+        packed layer's store, which is being written to."""
         held = first.held
-        lengths = {layer.store.held for layer in layers} - {0}
-        if len(lengths) > 1:
-            raise CacheStateError(
-                f"the layers hold {min(lengths)} to {max(lengths)} tokens: an earlier forward did not finish, or belonged to "
-                "another model; call cache.reset() or use a new cache"
-            )
         self.warn_beyond_calibration(held + value_states.shape[2])
         count = min(value_states.shape[2], held, first.sink)
         if count < _REPEATED_TOKENS or first.padding.is_padded:

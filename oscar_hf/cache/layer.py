@@ -94,17 +94,27 @@ class OscarLayer(CacheLayerMixin):
         if not self.is_initialized or (store.held == 0 and not store.suits(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
         self._check_fits(key_states, value_states)
-        rows = store.padding.rows
-        if rows and len(rows) != store.batch_size:
-            raise CacheStateError(
-                f"the padding was given for {len(rows)} rows, the model passed {store.batch_size}: generate() expands "
-                "rows for beams and num_return_sequences, so give mask.repeat_interleave(n, 0)"
-            )
+        self.check_rows(key_states.shape[0])
         self.masks.enter(self.layer_idx)
         view = CallView(store, self.masks, self.layer_idx, key_states, value_states)
         store.add(key_states, value_states, view)
         view.open()
         return self._handles(view, key_states, value_states, store.held)
+
+    def check_rows(self, batch: int) -> None:
+        """Raise CacheStateError unless a call's rows are as many as those that are held, and those of the stated padding."""
+        store = self.store
+        if store.held and batch != store.batch_size:
+            raise CacheStateError(
+                f"the cache holds {store.batch_size} rows, but the model passed {batch}: use a new cache, or select or repeat its "
+                "batch first"
+            )
+        rows = store.padding.rows
+        if rows and len(rows) != batch:
+            raise CacheStateError(
+                f"the padding was given for {len(rows)} rows, the model passed {batch}: generate() expands rows for beams and "
+                "num_return_sequences, so give mask.repeat_interleave(n, 0)"
+            )
 
     def _handles(self, view: AttentionView, keys: Tensor, values: Tensor, slots: int) -> tuple[OscarKV, OscarKV]:
         shape = (*keys.shape[:2], slots)

@@ -78,7 +78,11 @@ def check_croppable(index: int, layer) -> None:
 
 
 def crop(layer, tokens_to_remove: int) -> None:
-    """Remove the last -tokens_to_remove tokens, all of them if there are fewer: static layers would count below zero."""
-    if tokens_to_remove < 0 and isinstance(layer, CacheLayerMixin):
-        tokens_to_remove = max(tokens_to_remove, -int(layer.get_seq_length()))
+    """Remove the last -tokens_to_remove tokens, all of them if there are fewer: static layers would count below zero. A positive
+    number is the length to keep."""
+    if tokens_to_remove and isinstance(layer, CacheLayerMixin):
+        held = int(layer.get_seq_length())
+        tokens_to_remove = max(tokens_to_remove, -held) if tokens_to_remove < 0 else min(0, tokens_to_remove - held)
+        if not tokens_to_remove and not getattr(layer, "record_past", False):
+            return
     layer.crop(tokens_to_remove)

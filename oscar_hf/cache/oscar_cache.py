@@ -10,6 +10,7 @@ from transformers import Cache, PreTrainedConfig, StaticCache
 from ..artifact.artifact import Artifact
 from ..artifact.config import OscarConfig
 from ..artifact.recipes import OVERRIDABLE
+from ..checks import check_whole_number
 from ..errors import ArtifactError, CacheStateError, OscarError
 from ..kernels.decode import MAX_NEW_TOKENS
 from ..kernels.decode_step import HISTORY, LENGTH, OVERFLOW
@@ -21,6 +22,7 @@ from .guards import Guards
 from .layer import OscarLayer
 from .memory_report import MemoryReport, layer_memory
 from .static_layer import StaticOscarLayer
+from .wholeness import STATE_METHODS, Wholeness, watched
 
 
 class OscarCache(Cache):
@@ -104,7 +106,8 @@ class OscarCache(Cache):
         self.record_model({"layer_types": compat.layer_types(decoder), "cache_fields": fields})
         # Not the base class's `offloading`: that moves a layer away before attention has read it through our handles.
         self._offloads = offloading
-        self._latest_layer, self._open_layers = -1, []
+        self._open_layers: list[OscarLayer] = []
+        self._whole = Wholeness(layers)
         self._guards = Guards(self.artifact, config is not None and compat.has_cross_attention(config), len(layers))
         if max_cache_len is not None:
             self._guards.warn_beyond_calibration(max_cache_len, stacklevel=3)
@@ -235,6 +238,7 @@ class OscarCache(Cache):
         ```
         """
         self.check_overflow()
+        self._whole.check_all()
         return save_load.save(self, directory, include_artifact)
 
     def record_model(self, fields: dict) -> None:
@@ -257,19 +261,26 @@ class OscarCache(Cache):
             )
         layer = self.layers[layer_idx]
         self._guards.refuse_cross_attention(layer_idx, layer)
-        self._place_what_waits(layer_idx)
+        begins = self._whole.enter(layer_idx)
+        if begins:
+            self._check_rows(key_states)
+        self._place_what_waits(layer_idx, begins)
         if isinstance(layer, OscarLayer):
             self._open_layers.append(layer)
             if self._offloads:
                 layer.prefetch()
             # It compares the tokens with stored ones, so the layer must be back on its device.
             if layer is self._packed[0]:
-                self._guards.check_new_forward(self._packed, value_states)
+                self._guards.check_new_forward(layer.store, value_states)
         return layer.update(key_states, value_states, *args, **kwargs)
 
-    def _place_what_waits(self, layer_idx: int) -> None:
+    def _check_rows(self, key_states: Tensor) -> None:
+        """Refuse another batch at the beginning of a forward, before layers of transformers' own have taken it."""
+        if self._packed and (self._packed[0].store.held or self._packed[0].store.padding.rows):
+            self._packed[0].check_rows(key_states.shape[0])
+
+    def _place_what_waits(self, layer_idx: int, is_new_forward: bool) -> None:
         """Place prompts whose attention is over, now that a layer is about to be written to (see storage/layer_store.py)."""
-        is_new_forward, self._latest_layer = layer_idx <= self._latest_layer, layer_idx
         still_open = []
         for layer in self._open_layers:
             if layer in self._donors and not is_new_forward:
@@ -317,11 +328,13 @@ class OscarCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens of all layers."""
+        self._whole.give_up("reset")
         for index, layer in enumerate(self.layers):
             if index in self._blank:
                 native_layers.forget(layer, self._blank[index])
             else:
                 layer.reset()
+        self._whole.forget()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens. Raises CacheStateError, with no layer changed, where one cannot."""
@@ -334,30 +347,38 @@ class OscarCache(Cache):
         if tokens_to_remove:
             for index, layer in others.items():
                 native_layers.check_croppable(index, layer)
-        for layer in self._packed:
-            layer.crop(tokens_to_remove)
-        for layer in others.values():
-            # Crop 0 lets a layer drop what it recorded for a rollback; those that record nothing know no crop.
-            if tokens_to_remove or getattr(layer, "record_past", False):
-                native_layers.crop(layer, tokens_to_remove)
+        with self._whole.changing("crop"):
+            for layer in self._packed:
+                layer.crop(tokens_to_remove)
+            for layer in others.values():
+                # Crop 0 lets a layer drop what it recorded for a rollback; those that record nothing know no crop.
+                if tokens_to_remove or getattr(layer, "record_past", False):
+                    native_layers.crop(layer, tokens_to_remove)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` of the batch (integers, or a bool mask)."""
         indices = torch.as_tensor(indices)
-        for layer in self.layers:
-            if isinstance(layer, OscarLayer):
-                layer.batch_select_indices(indices)
-            else:
-                native_layers.select_rows(layer, indices)
+        with self._whole.changing("selection of rows"):
+            for layer in self.layers:
+                if isinstance(layer, OscarLayer):
+                    layer.batch_select_indices(indices)
+                else:
+                    native_layers.select_rows(layer, indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Gather rows of the batch."""
+        with self._whole.changing("reordering of beams"):
+            super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch `repeats` times."""
         check_whole_number("batch_repeat_interleave", repeats, minimum=1)
-        for layer in self.layers:
-            if isinstance(layer, OscarLayer):
-                layer.batch_repeat_interleave(repeats)
-            else:
-                native_layers.repeat_rows(layer, repeats)
+        with self._whole.changing("repetition of rows"):
+            for layer in self.layers:
+                if isinstance(layer, OscarLayer):
+                    layer.batch_repeat_interleave(repeats)
+                else:
+                    native_layers.repeat_rows(layer, repeats)
 
     def check_overflow(self) -> None:
         """Raise CacheStateError if tokens could not be stored; a growing cache stores all."""
@@ -383,6 +404,10 @@ class OscarCache(Cache):
         return f"OscarCache({self.artifact!r}, {packed} packed of {len(self.layers)} layers, {tokens} tokens)"
 
 
+for _name in STATE_METHODS:
+    setattr(OscarCache, _name, watched(_name))
+
+
 class StaticOscarCache(OscarCache, StaticCache):
     """An OscarCache of fixed size: what `OscarCache(..., max_cache_len=N)` makes, or `StaticOscarCache(..., max_cache_len=N)`.
 
@@ -403,13 +428,17 @@ class StaticOscarCache(OscarCache, StaticCache):
             return self._update_prompt(key_states, value_states, layer_idx, *args, **kwargs)
         if not torch.compiler.is_compiling():
             self._guards.refuse_cross_attention(layer_idx, layer)
+            self._whole.enter(layer_idx)
         return layer.update(key_states, value_states, *args, **kwargs)
 
     @torch.compiler.disable
     def _update_prompt(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        if self._packed and layer_idx == self._packed[0].layer_idx:
+        new, first = key_states.shape[2], self._packed[0].store if self._packed else None
+        if first is not None and self._whole.begins(layer_idx) and (new > MAX_NEW_TOKENS or not first.takes_steps):
             # One wait for the device tells all that a prompt needs to know of all layers.
             self._refuse_overflow(self._read_counters())
+            # Before layers of transformers' own have taken what ours could not.
+            first.check_room(new)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
@@ -462,13 +491,3 @@ class StaticOscarCache(OscarCache, StaticCache):
         if tokens_to_remove:
             self.check_overflow()
         super().crop(tokens_to_remove)
-
-
-def check_whole_number(what: str, given, minimum: int | None = None) -> None:
-    """Raise CacheStateError for anything but an int (or a tensor that holds one) from `minimum` on."""
-    is_whole = isinstance(given, int) or (
-        isinstance(given, Tensor) and given.numel() == 1 and not given.is_floating_point()
-    )
-    if not is_whole or isinstance(given, bool) or (minimum is not None and given < minimum):
-        allowed = "a whole number" if minimum is None else f"a whole number from {minimum} on"
-        raise CacheStateError(f"{what} takes {allowed}, got {given!r}")

@@ -163,8 +163,12 @@ class StaticStore(LayerStore):
         """Make ready for a call of so many tokens outside of a step. Raises CacheStateError if they do not fit."""
         super().begin(new_tokens)
         self.know_lengths(*self.lengths())
+        self.check_room(new_tokens)
+
+    def check_room(self, new_tokens: int) -> None:
+        """Raise CacheStateError if so many more tokens do not fit."""
         if self.held + new_tokens > self.max_cache_len:
-            raise CacheStateError(overflow_message(self._lengths[0], new_tokens, self.max_cache_len))
+            raise CacheStateError(overflow_message(self.held, new_tokens, self.max_cache_len))
 
     def know_lengths(self, tokens: int, history: int) -> None:
         """Take what the device counts: the host knows the lengths from now on, until the next step."""
