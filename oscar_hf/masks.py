@@ -51,6 +51,14 @@ def shows_any_before(mask: Tensor, starts: Tensor) -> bool:
     return bool((visible(mask).flatten(1, 2).any(1) & before).any())
 
 
+def sees_own(mask: Tensor, new_tokens: int, total: int) -> bool:
+    """Whether some query sees its own slot, the last of `total` slots being the queries'. Waits for the device."""
+    if mask.dim() != 4 or mask.shape[2] != new_tokens or mask.shape[3] < total:
+        return True
+    own = mask[..., total - new_tokens : total]
+    return bool(visible(own).diagonal(dim1=-2, dim2=-1).any())
+
+
 def leading_hidden(mask: Tensor, new_tokens: int, total: int) -> list[int] | None:
     """How many leading slots each row of a mask over `total` slots hides, if that and what follows a token are all that it
     hides; None for any other mask. The last `new_tokens` slots are the queries' own. Waits for the device."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import CacheStateError
 from ..kernels.decode_step import LENGTH
-from ..masks import MaskMemory, first_visible, first_visible_of_weights, shows_any_before
+from ..masks import MaskMemory, first_visible, first_visible_of_weights, sees_own, shows_any_before
 from ..storage.layer_store import LayerStore
 from ..storage.static_store import StaticStore
 from . import static_ops
@@ -97,6 +97,8 @@ class CallView(_StoreView):
     def observe(self, mask: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Learn where the rows of a padded batch begin, or check that a later mask does not show what was dropped."""
         store, padding = self.store, self.store.padding
+        if self.exact is None and mask is not None:
+            self._check_own(mask)
         # Only a call whose tokens wait may tell, and only while some row is still undecided.
         if not padding.is_settled and store.waits_for(self):
             self._learn(mask, weights)
@@ -112,6 +114,21 @@ class CallView(_StoreView):
         queries, self.early_queries = self.early_queries, []
         for query in queries:
             self.see_queries(query)
+
+    def _check_own(self, mask: Tensor) -> None:
+        """Refuse tokens that none of their queries may see: generate() was given less text than the cache holds, cuts it from the
+        wrong end, and pads the mask with zeros. Of a step this is asked where the answer costs no wait."""
+        if self.new_tokens == 1 and mask.is_cuda:
+            return
+        new, total = self.new_tokens, self.store.held
+        if not self.ask(mask, ("own slots", new, total), lambda: sees_own(mask, new, total)):
+            held = total - new
+            raise CacheStateError(
+                f"none of the {new} new tokens is visible to its own query: the text is shorter than the {held} tokens that the "
+                "cache holds (a chat template that drops part of an earlier turn does that, and the same prompt again), and its "
+                "middle would be read as new; call cache.reset() and give the whole text, or before generate() cache.crop(n) to "
+                "the n tokens that both begin with"
+            )
 
     def see_queries(self, query: Tensor) -> None:
         """The store may learn from them, once it is known which of them are padding."""

@@ -12,14 +12,14 @@ from ..errors import CacheStateError
 from .layer import OscarLayer
 from .static_layer import StaticOscarLayer
 
-# What models call on a cache to read and to change a linear layer's state. Before 5.24 they read, and in a step change, the state
-# itself, so that linear layers are seen in prompts alone.
+# What models call on a cache to read and to change a linear layer's state. Before 5.24 a step changes the state itself, so that
+# linear layers are seen in prompts alone, and are taken for written to when a layer after them is.
 STATE_METHODS = [
     name
     for name in ("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state")
     if hasattr(Cache, name)
 ]
-_SEES_ALL = "get_conv_state" in STATE_METHODS
+SEES_ALL_STATES = "get_conv_state" in STATE_METHODS
 _WAY_OUT = "call cache.reset() or use a new cache"
 
 
@@ -73,6 +73,8 @@ class Wholeness:
         self._latest = layer_idx
         self._written.add((layer_idx, kind))
         self._forward_of[layer_idx] = self._forward
+        if not SEES_ALL_STATES:
+            self._forward_of.update({index: self._forward for index in self._linear if index < layer_idx})
         return begins
 
     def _tokens(self, index: int) -> int | None:
@@ -104,8 +106,7 @@ class Wholeness:
         )
 
     def _check_states(self) -> None:
-        asked = range(len(self._layers)) if _SEES_ALL else self._linear
-        if self._linear and len({self._forward_of[index] for index in asked}) > 1:
+        if self._linear and len(set(self._forward_of.values())) > 1:
             raise CacheStateError(
                 "an earlier forward was interrupted or refused: it changed the states of some linear layers, and not all of the "
                 f"layers after them; {_WAY_OUT}"

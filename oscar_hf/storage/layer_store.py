@@ -394,6 +394,23 @@ class LayerStore:
                 dense[row, :, start : start + count] = sink[row, :, :count]
         return dense
 
+    @torch.no_grad()
+    @keeps_dtypes
+    def rows(self, kind: str, begin: int, end: int) -> Tensor:
+        """Keys ("k") or values ("v") of slots begin..end-1 of rows without padding, [B, H, end - begin, D], packed ones
+        dequantized. All tokens must be placed."""
+        side, (_, history) = self.side(kind), self.lengths()
+        packed = self.sink + history
+        parts = []
+        if begin < self.sink:
+            parts.append(side.sink[:, :, begin : min(end, self.sink)])
+        first, last = max(begin, self.sink), min(end, packed)
+        if first < last:
+            parts.append(dequantize_rows(side, first - self.sink, last - self.sink, self.dtype))
+        if max(begin, packed) < end:
+            parts.append(side.ring[:, :, self.ring_index(max(begin, packed), end)])
+        return torch.cat(parts, 2)
+
     # -------------------------------------------------------------------------------------------------- operations
     @torch.inference_mode(False)
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
