@@ -272,7 +272,9 @@ class OscarCache(Cache):
             # It compares the tokens with stored ones, so the layer must be back on its device.
             if layer is self._packed[0]:
                 self._guards.check_new_forward(layer.store, value_states)
-        return layer.update(key_states, value_states, *args, **kwargs)
+        handles = layer.update(key_states, value_states, *args, **kwargs)
+        self._whole.leave(layer_idx)
+        return handles
 
     def _check_rows(self, key_states: Tensor) -> None:
         """Refuse another batch at the beginning of a forward, before layers of transformers' own have taken it."""
@@ -429,7 +431,10 @@ class StaticOscarCache(OscarCache, StaticCache):
         if not torch.compiler.is_compiling():
             self._guards.refuse_cross_attention(layer_idx, layer)
             self._whole.enter(layer_idx)
-        return layer.update(key_states, value_states, *args, **kwargs)
+        handles = layer.update(key_states, value_states, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self._whole.leave(layer_idx)
+        return handles
 
     @torch.compiler.disable
     def _update_prompt(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):

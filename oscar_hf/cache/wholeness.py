@@ -45,7 +45,7 @@ class Wholeness:
         self._problem = ""
         self._forward, self._latest, self._base = 0, -1, None
         self._written: set[tuple[int, str]] = set()
-        self._looks = False
+        self._looks, self._is_finished = False, True
         # The latest forward that each layer was in.
         self._forward_of = dict.fromkeys(range(len(self._layers)), 0)
 
@@ -61,7 +61,8 @@ class Wholeness:
         if begins:
             self.check_operation()
             self._check_states()
-            self._looks = 0 <= self._latest < self._last
+            self._looks = self._forward > 0 and not self._is_finished
+            self._is_finished = False
         held = self._tokens(layer_idx) if kind == "tokens" else None
         if not begins and None not in (held, self._base) and held != self._base:
             raise CacheStateError(self._torn(layer_idx, held))
@@ -76,6 +77,11 @@ class Wholeness:
         if not SEES_ALL_STATES:
             self._forward_of.update({index: self._forward for index in self._linear if index < layer_idx})
         return begins
+
+    def leave(self, layer_idx: int) -> None:
+        """A layer has been written to."""
+        if layer_idx == self._last:
+            self._is_finished = True
 
     def _tokens(self, index: int) -> int | None:
         """Tokens of a layer; None where there is no number of them, or it would have to be asked for."""

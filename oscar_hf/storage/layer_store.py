@@ -25,6 +25,7 @@ from torch import Tensor
 from ..artifact.config import OscarConfig
 from ..artifact.layer_constants import LayerConstants
 from ..dtypes import keeps_dtypes, without_autocast
+from ..errors import CacheStateError
 from ..kernels.append import append_rows
 from ..kernels.decode import MAX_NEW_TOKENS, DecodeStore
 from ..kernels.decode_step import packed_after, place_problem, place_tokens_triton
@@ -60,6 +61,8 @@ class LayerStore:
         """Drop all tokens but keep the buffers."""
         self.version += 1
         self.waiting: WaitingPrompt | None = None
+        # Between the first write that a second try could not repeat and the new lengths.
+        self.is_torn = False
         self.set_lengths(0, 0)
         self.padding.clear()
         if self.statistics is not None:
@@ -256,8 +259,17 @@ class LayerStore:
         """Whether the tokens of a call are those that wait."""
         return self.waiting is not None and self.waiting.call is not None and self.waiting.call() is call
 
+    def check_not_torn(self) -> None:
+        """Raise CacheStateError if storing was interrupted where tokens are neither in their old place nor counted in their new."""
+        if self.is_torn:
+            raise CacheStateError(
+                "storing tokens was interrupted in the middle, and some that were held are overwritten: call cache.reset() or use "
+                "a new cache"
+            )
+
     def place_waiting(self) -> None:
         """Place the tokens of the latest call if they are still waiting; idempotent."""
+        self.check_not_torn()
         if self.waiting is None:
             return
         self.padding.settle()
@@ -295,9 +307,11 @@ class LayerStore:
             index = self.ring_index(begin, total)
             # A second try reads the ring again, so nothing may fail between writing to it and the new lengths.
             ready = [rows[:, :, begin - first :].to(self.dtype) for rows in new]
+            self.is_torn = True
             for side, rows in zip(self.sides, ready):
                 side.ring[:, :, index] = rows
         self.set_lengths(total, history)
+        self.is_torn = False
 
     def _place_in_one_launch(self, keys: Tensor, values: Tensor) -> bool:
         """Place a few tokens with the step kernel; False where it cannot, or where many tokens leave the window."""
@@ -311,7 +325,15 @@ class LayerStore:
             side.rows.reserve(packed)
         start = self.padding.on(self.device) if self.padding.is_padded else None
         recent = self.config.recent_tokens
-        self.set_lengths(*place_tokens_triton(*self.sides, keys, values, (tokens, history), recent, start))
+        self.is_torn = True
+        try:
+            lengths = place_tokens_triton(*self.sides, keys, values, (tokens, history), recent, start)
+        except Exception:
+            # Nothing was launched.
+            self.is_torn = False
+            raise
+        self.set_lengths(*lengths)
+        self.is_torn = False
         return True
 
     def ring_index(self, begin: int, end: int) -> Tensor | slice:
@@ -377,6 +399,7 @@ class LayerStore:
     @keeps_dtypes
     def dense(self, kind: str) -> Tensor:
         """All tokens of keys ("k") or values ("v") as a dense tensor [B, H, T, D] in the model's dtype, the history dequantized."""
+        self.check_not_torn()
         side, (tokens, history) = self.side(kind), self.lengths()
         sink, exact, begin = side.sink, min(self.sink, tokens), self.sink + history
         padded = self.padding.is_padded

@@ -113,8 +113,11 @@ class StaticStore(LayerStore):
         first = self._lengths[0]
         super().place(keys, values)
         if self.statistics is not None and not self._lengths[1]:
+            # They are placed; what waits would be placed again.
+            self.is_torn = True
             with torch.no_grad(), without_autocast(self.device):
                 self._learn(keys, first)
+            self.is_torn = False
 
     def _bind(self, storage: Tensor) -> None:
         """Make a flat buffer the store's own: every stored tensor is a view of it."""
