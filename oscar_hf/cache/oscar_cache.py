@@ -262,8 +262,9 @@ class OscarCache(Cache):
         layer = self.layers[layer_idx]
         self._guards.refuse_cross_attention(layer_idx, layer)
         begins = self._whole.enter(layer_idx)
-        if begins:
-            self._check_rows(key_states)
+        if begins and self._packed:
+            # Before layers of transformers' own have taken another batch.
+            self._packed[0].check_rows(key_states.shape[0])
         self._place_what_waits(layer_idx, begins)
         if isinstance(layer, OscarLayer):
             self._open_layers.append(layer)
@@ -275,11 +276,6 @@ class OscarCache(Cache):
         handles = layer.update(key_states, value_states, *args, **kwargs)
         self._whole.leave(layer_idx)
         return handles
-
-    def _check_rows(self, key_states: Tensor) -> None:
-        """Refuse another batch at the beginning of a forward, before layers of transformers' own have taken it."""
-        if self._packed and (self._packed[0].store.held or self._packed[0].store.padding.rows):
-            self._packed[0].check_rows(key_states.shape[0])
 
     def _place_what_waits(self, layer_idx: int, is_new_forward: bool) -> None:
         """Place prompts whose attention is over, now that a layer is about to be written to (see storage/layer_store.py)."""
@@ -471,6 +467,9 @@ class StaticOscarCache(OscarCache, StaticCache):
     def _refuse_overflow(self, overflowed: bool) -> None:
         if overflowed:
             store = self._packed[0].store
+            if len(self._packed) < len(self.layers):
+                # Those of transformers' own have taken the tokens.
+                self._whole.give_up("step that did not fit")
             raise CacheStateError(overflow_message(store.held, "some", store.max_cache_len))
 
     def _read_counters(self) -> bool:
