@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import os
 import pickle
 import struct
 
@@ -402,25 +403,25 @@ def test_an_interrupted_save_leaves_the_old_artifact_or_none(tmp_path, saved, mo
         with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
             other.save(folder)
     assert snapshot(saved) == before, "and no temporary file stays"
-    assert not list((tmp_path / "new").iterdir())
+    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
 
 
 @pytest.mark.parametrize("failing", [TENSOR_FILE, CONFIG_FILE])
 def test_no_interruption_pairs_an_old_config_with_new_tensors(saved, monkeypatch, failing):
-    real = artifact.os.replace
+    real, before, failed = os.replace, snapshot(saved), []
 
     def replace(source, target):
-        if str(target).endswith(failing):
+        if str(target).endswith(failing) and not failed:
+            failed.append(target)
             raise KeyboardInterrupt
         real(source, target)
 
     other = calibrated_artifact(seed=500, sink_tokens=7)
     with monkeypatch.context() as patch:
-        patch.setattr(artifact.os, "replace", replace)
+        patch.setattr(os, "replace", replace)
         with pytest.raises(KeyboardInterrupt):
             other.save(saved)
-    assert {path.name for path in saved.iterdir()} == {TENSOR_FILE}
-    refused(saved, "neither")
+    assert snapshot(saved) == before
     assert_same(other, Artifact.load(other.save(saved)))
 
 

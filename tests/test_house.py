@@ -10,7 +10,7 @@ MAX_LINES = 500
 # Rooms from the ground up (ARCHITECTURE.md says what each is for). Rooms of one floor do not import one another.
 FLOORS = [
     {"errors"},
-    {"checks", "defaults", "dtypes", "masks", "requirements"},
+    {"checks", "defaults", "dtypes", "masks", "requirements", "saving"},
     {"quantization"},
     {"kernels", "artifact", "transformers_compat"},
     {"storage"},

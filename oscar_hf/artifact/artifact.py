@@ -8,7 +8,6 @@ everything is checked before it is used.
 import dataclasses
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import Unpack
 
+from .. import saving
 from ..errors import ArtifactError
 from . import hub
 from . import rotation_zoo as zoo
@@ -229,7 +229,8 @@ class Artifact:
     def save(self, folder: str | os.PathLike) -> Path:
         """Check the artifact and write its two files, `oscar_config.json` and `rotations.safetensors`.
 
-        An interruption leaves the artifact that was there, or none, never half of one.
+        An interruption leaves the artifact that was there, never half of one; a kill in the last moment leaves it under hidden
+        names beside it.
 
         Args:
             folder (`str` or `os.PathLike`): Where to write; made if need be.
@@ -248,7 +249,6 @@ class Artifact:
         """
         self.validate()
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
         for layer, constants in sorted(self.layers.items()):
             for name, tensor in constants.tensors().items():
@@ -261,7 +261,7 @@ class Artifact:
         writers = {CONFIG_FILE: lambda path: path.write_text(text, encoding="utf-8")}
         if tensors:
             writers[TENSOR_FILE] = lambda path: save_file(tensors, path, metadata={"format": "pt"})
-        _replace_files(folder, writers, remove=() if tensors else (TENSOR_FILE,))
+        saving.replace_files(folder, writers, () if tensors else (TENSOR_FILE,), "an artifact")
         return folder
 
     def validate(self) -> None:
@@ -313,29 +313,3 @@ def _read_tensors(path: Path, config: OscarConfig) -> dict[int, LayerConstants]:
             tensors.setdefault(f"{kind}_inverse", tensors[f"{kind}_transform"].mT)
         layers[layer] = LayerConstants(**tensors)
     return layers
-
-
-def _replace_files(folder: Path, writers: dict, remove: tuple[str, ...]) -> None:
-    """Write all files under temporary names first, then put them in place, CONFIG_FILE last.
-
-    The old config is taken away before the first file is replaced: a folder without one is not an artifact, so that no
-    interruption can pair the config of one artifact with the tensors of another.
-    """
-    temporary = {}
-    try:
-        for name, write in writers.items():
-            descriptor, path = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-            os.close(descriptor)
-            temporary[name] = Path(path)
-            write(temporary[name])
-            # mkstemp makes private files; an artifact is to be shared like any other file.
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(path, 0o666 & ~mask)
-        for name in (CONFIG_FILE, *remove):
-            (folder / name).unlink(missing_ok=True)
-        for name in sorted(temporary, key=lambda name: name == CONFIG_FILE):
-            os.replace(temporary[name], folder / name)
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)

@@ -11,17 +11,16 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from .. import saving
 from ..artifact import version_1
-from ..artifact.artifact import Artifact
+from ..artifact.artifact import CONFIG_FILE, TENSOR_FILE, Artifact
 from ..artifact.recipes import OVERRIDABLE
 from ..errors import ArtifactError, CacheStateError, OscarError
 from ..storage.layer_store import LayerStore
@@ -65,19 +64,9 @@ def save(cache, directory: str | os.PathLike, include_artifact: bool = True) -> 
     given, directory = Path(folder_name(directory)), Path(os.path.realpath(directory))
     cache.commit()
     _check_savable(cache)
-    _check_target(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
-    try:
+    _check_target(directory, include_artifact)
+    with saving.replaced_folder(directory, "a cache") as scratch:
         _write(cache, scratch, include_artifact)
-        # mkdtemp makes private folders, safetensors private files; a saved cache is to be shared like any other.
-        mask = os.umask(0)
-        os.umask(mask)
-        for path in (scratch, *scratch.rglob("*")):
-            os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
-        _put_in_place(scratch, directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return given
 
 
@@ -94,38 +83,24 @@ def _check_savable(cache) -> None:
         )
 
 
-def _check_target(directory: Path) -> None:
+def _check_target(directory: Path, include_artifact: bool) -> None:
     """Only a saved cache may be overwritten: the folder is replaced as a whole, so it must hold nothing else."""
-    if directory.exists() and not directory.is_dir():
-        raise OscarError(f"{directory} is a file: give a folder to save the cache in")
     if Path.cwd().is_relative_to(directory):
         raise OscarError(
             f"{directory} is or holds the working directory, which cannot be replaced: give another folder"
         )
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    own = (CACHE_FILE, ARTIFACT_FOLDER)
-    others = sorted(name for name in names if name not in own and not save_checks.LAYER_FILE.fullmatch(name))
-    if others or (names and CACHE_FILE not in names):
+
+    def is_own(path: PurePath) -> bool:
+        if path.parent.name == ARTIFACT_FOLDER and len(path.parts) == 2:
+            # One that was saved there by itself would be lost.
+            return include_artifact and path.name in (CONFIG_FILE, TENSOR_FILE)
+        return len(path.parts) == 1 and (path.name == CACHE_FILE or bool(save_checks.LAYER_FILE.fullmatch(path.name)))
+
+    saving.check_own(directory, is_own, "a saved cache")
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / CACHE_FILE).is_file():
         raise OscarError(
-            f"{directory} holds other files than a saved cache ({', '.join(others or names)[:200]}), which saving would remove: "
-            "give a new or an empty folder"
+            f"{directory} holds no saved cache, but other files, which saving would remove: give a new or an empty folder"
         )
-
-
-def _put_in_place(scratch: Path, directory: Path) -> None:
-    if not directory.is_dir():
-        os.replace(scratch, directory)
-        return
-    old = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.old."))
-    try:
-        os.replace(directory, old / "replaced")
-        try:
-            os.replace(scratch, directory)
-        except OSError:
-            os.replace(old / "replaced", directory)
-            raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(cache, folder: Path, include_artifact: bool) -> None:
