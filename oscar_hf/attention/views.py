@@ -117,8 +117,8 @@ class CallView(_StoreView):
 
     def _check_own(self, mask: Tensor) -> None:
         """Refuse tokens that none of their queries may see: generate() was given less text than the cache holds, cuts it from the
-        wrong end, and pads the mask with zeros. Of a step this is asked where the answer costs no wait."""
-        if self.new_tokens == 1 and mask.is_cuda:
+        wrong end, and pads the mask with zeros. Steps are not asked: an answer waits for the device."""
+        if self.new_tokens == 1:
             return
         new, total = self.new_tokens, self.store.held
         if not self.ask(mask, ("own slots", new, total), lambda: sees_own(mask, new, total)):

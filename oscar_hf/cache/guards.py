@@ -62,20 +62,23 @@ class Guards:
         first.place_waiting()
         # Of a text of N tokens, fewer than are held, generate() passes those from held - N on, as new ones.
         offset, odd = divmod(held - new, 2)
-        for begin in (0,) if odd or offset <= 0 else (0, offset):
+        begins, equal = (0,) if odd or offset <= 0 else (0, offset), []
+        for begin in begins:
             count = min(new, held - begin, max(_REPEATED_TOKENS, first.sink - begin))
-            if _are_equal(value_states[:, :, :count], first.rows("v", begin, begin + count)):
+            equal.append(_are_equal(value_states[:, :, :count], first.rows("v", begin, begin + count)))
+        for begin, is_equal in zip(begins, torch.stack(equal).tolist()):
+            if is_equal:
                 warnings.warn(_again(held, begin), stacklevel=_STACK_LEVEL)
                 return
 
 
-def _are_equal(new: Tensor, stored: Tensor) -> bool:
+def _are_equal(new: Tensor, stored: Tensor) -> Tensor:
     """Whether rows are the same but for what packing changes. Values of the first layer carry no positions, so the same tokens
     give the same rows; packed ones are off by a tenth of their variance, other tokens' by twice that variance."""
     new, stored = new.float(), stored.float()
     off = (new - stored).square().sum()
     spread = (stored - stored.mean(2, keepdim=True)).square().sum()
-    return bool((off < 0.5 * spread) | ((off == 0) & (stored != 0).any()))
+    return (off < 0.5 * spread) | ((off == 0) & (stored != 0).any())
 
 
 def _again(held: int, begin: int) -> str:
