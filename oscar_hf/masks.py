@@ -100,13 +100,18 @@ class MaskMemory:
     """
 
     def __init__(self):
+        self.first_layer: int | None = None
         self.last_layer: int | None = None
         self._latest = -1
         self._known: list[_Known] = []
 
     def __getstate__(self):
         # Answers belong to a moment: copies and pickles begin without any.
-        return {"last_layer": self.last_layer, "_latest": self._latest}
+        return {"first_layer": self.first_layer, "last_layer": self.last_layer, "_latest": self._latest}
+
+    def serve(self, layer: int) -> None:
+        """Say that a layer will ask, in their order."""
+        self.first_layer, self.last_layer = layer if self.first_layer is None else self.first_layer, layer
 
     def __setstate__(self, state):
         self.__dict__.update(state, _known=[])

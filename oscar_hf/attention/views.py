@@ -97,7 +97,7 @@ class CallView(_StoreView):
     def observe(self, mask: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Learn where the rows of a padded batch begin, or check that a later mask does not show what was dropped."""
         store, padding = self.store, self.store.padding
-        if self.exact is None and mask is not None:
+        if self.exact is None and mask is not None and self.layer == self.masks.first_layer:
             self._check_own(mask)
         # Only a call whose tokens wait may tell, and only while some row is still undecided.
         if not padding.is_settled and store.waits_for(self):
@@ -121,7 +121,7 @@ class CallView(_StoreView):
         if self.new_tokens == 1:
             return
         new, total = self.new_tokens, self.store.held
-        if not self.ask(mask, ("own slots", new, total), lambda: sees_own(mask, new, total)):
+        if not sees_own(mask, new, total):
             held = total - new
             raise CacheStateError(
                 f"none of the {new} new tokens is visible to its own query: the text is shorter than the {held} tokens that the "

@@ -2,6 +2,7 @@
 
 import warnings
 
+import torch
 from torch import Tensor
 
 from ..artifact.artifact import Artifact

@@ -27,7 +27,7 @@ class OscarLayer(CacheLayerMixin):
         super().__init__()
         self.config, self.artifact, self.layer_idx = config, artifact, layer_idx
         self.masks = MaskMemory() if masks is None else masks
-        self.masks.last_layer = layer_idx
+        self.masks.serve(layer_idx)
         self.store = self._new_store()
 
     def _new_store(self) -> LayerStore:
