@@ -12,7 +12,8 @@ import torch
 from helpers import ZOO_V1, calibrated_artifact, zoo_state
 from hub_server import HubServer, Repo
 
-from oscar_hf import Artifact
+from oscar_hf import Artifact, ArtifactError
+from oscar_hf.artifact import hub
 from oscar_hf.artifact.artifact import CONFIG_FILE, TENSOR_FILE
 
 ONE, TWO = "1" * 40, "2" * 40
@@ -243,3 +244,29 @@ def test_cache_dir_is_respected(outcome):
     assert found == [CONFIG_FILE, TENSOR_FILE]
     assert [entry for entry in hub.requests("other_cache") if entry[0] == "GET"], "it is another cache"
     assert not (tmp / "home" / "hub").exists() and (tmp / "cache" / "models--org--plain").is_dir()
+
+
+@pytest.mark.parametrize("secret", ["hf_aSecretToken\n", " hf_aSecretToken", "hf_aSecretToken"])
+def test_no_secret_is_passed_on(secret, monkeypatch):
+    """A token with a line break, an address with a password, a signed address: the words are ours."""
+    given = []
+
+    def fail(**options):
+        given.append(options["token"])
+        raise ValueError(
+            f"Illegal header value b'Bearer {secret}' at https://user:aSecretPassword@host/?Signature=aSecretKey"
+        )
+
+    monkeypatch.setattr(hub, "hf_hub_download", fail)
+    with pytest.raises(ArtifactError) as caught:
+        Artifact.load("owner/name", token=secret)
+    assert given == ["hf_aSecretToken"] and "ecret" not in str(caught.value)
+    assert str(caught.value) == "'owner/name' could not be read from the Hub: ValueError while its files were fetched"
+
+
+@pytest.mark.parametrize("secret", ["hf_a\nSecret", "hf_a Secret", "hf_aSecr\u00e9t"])
+def test_an_impossible_token_is_not_quoted(secret, monkeypatch):
+    monkeypatch.setattr(hub, "hf_hub_download", None)
+    with pytest.raises(ArtifactError, match="^token: it holds") as caught:
+        Artifact.load("owner/name", token=secret)
+    assert secret not in str(caught.value)

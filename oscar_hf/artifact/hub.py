@@ -69,6 +69,7 @@ def resolve(name_or_path: str | os.PathLike, choices: list[list[str]], **hub_opt
             "(a folder inside it goes into subfolder)"
         )
     options = dict(repo_id=name, revision=None, subfolder=subfolder, token=None, cache_dir=None) | hub_options
+    options["token"] = _plain_token(options["token"])
     offline, unreachable = local_files_only, None
     for files in choices:
         try:
@@ -98,6 +99,16 @@ def resolve(name_or_path: str | os.PathLike, choices: list[list[str]], **hub_opt
     raise ArtifactError(
         f"the Hub repository {where!r} holds none of {names}: give the repository (and subfolder) of an artifact"
     )
+
+
+def _plain_token(token: str | bool | None) -> str | bool | None:
+    """The token without what a file or a prompt leaves around it. It is never quoted, whatever is wrong with it."""
+    if not isinstance(token, str):
+        return token
+    token = token.strip()
+    if not token.isascii() or " " in token or (token and not token.isprintable()):
+        raise ArtifactError("token: it holds spaces, line breaks or letters that no token has: give the token alone")
+    return token or None
 
 
 def _plain_subfolder(subfolder) -> str | None:
@@ -156,7 +167,6 @@ def _out_of_reach(name: str) -> str:
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> str:
-    reason = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, GatedRepoError):
         return f"the Hub repository {name!r} is gated: accept its terms on the Hub and pass token=..."
     if isinstance(error, RepositoryNotFoundError):
@@ -164,5 +174,15 @@ def _explain(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, RevisionNotFoundError):
         return f"the Hub repository {name!r} has no revision {revision!r}: name a branch, tag or commit that it has"
     if isinstance(error, HFValidationError):
-        return f"{name!r} is neither a folder nor a Hub repository id 'owner/name': {reason}"
-    return f"{name!r} could not be read from the Hub: {reason}"
+        return f"{name!r} is neither a folder nor a Hub repository id 'owner/name'"
+    return f"{name!r} could not be read from the Hub: {_reason(error)}"
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in our words: the text of somebody else's exception may hold a token, a password or a signed address."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int):
+        return f"it answered with status {status}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__} while its files were fetched"
