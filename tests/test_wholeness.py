@@ -236,3 +236,21 @@ def test_a_next_turn_is_not_warned_of(recwarn):
     for begin, end in ((0, 100), (100, 150), (150, 200), (200, 260), (260, 400)):
         forward(model, cache, ids[:, begin:end])
     assert not [warning for warning in recwarn if "oscar_hf: these tokens" in str(warning.message)]
+
+
+WRONG_ROWS = [
+    [2], [-3], [0, 7], torch.tensor([[0]]), torch.tensor([0.0]), [True], torch.zeros(2, dtype=torch.bool), "rows", None,
+]  # fmt: skip
+
+
+@both_kinds
+@pytest.mark.parametrize("operation", ["batch_select_indices", "reorder_cache"])
+@pytest.mark.parametrize("rows", WRONG_ROWS, ids=str)
+def test_rows_that_are_not_there_change_nothing(rows, operation, static):
+    model, ids = tiny_model("gemma3"), prompt(2, 80)[0]
+    cache, untroubled = (new_cache(model, static) for _ in range(2))
+    for one in (cache, untroubled):
+        forward(model, one, ids[:, :60])
+    with pytest.raises(CacheStateError, match="rows of the batch are chosen by|there is no row|no row would be left"):
+        getattr(cache, operation)(rows)
+    assert torch.equal(forward(model, cache, ids[:, 60:61]), forward(model, untroubled, ids[:, 60:61]))

@@ -33,6 +33,30 @@ def forget(layer, blank: dict) -> None:
         layer.record_past = record_past
 
 
+def row_indices(given, rows: int) -> Tensor:
+    """Which of so many rows are meant, whole numbers from 0 on: by number, from the end if negative, or by a bool mask. Raises
+    CacheStateError, before anything has changed, for rows that are not there, and for none."""
+    try:
+        indices = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        indices = torch.zeros(0, 0)
+    is_mask = indices.dtype == torch.bool
+    is_number = not (is_mask or indices.is_floating_point() or indices.is_complex())
+    if indices.dim() != 1 or not (is_number or (is_mask and len(indices) == rows)):
+        raise CacheStateError(
+            f"rows of the batch are chosen by a list of whole numbers or a bool mask of {rows} entries, got "
+            f"{type(given).__name__}{list(indices.shape)} of {indices.dtype}"
+        )
+    if is_mask:
+        indices = indices.nonzero()[:, 0]
+    wrong = [index for index in indices.tolist() if not -rows <= index < rows]
+    if wrong or not len(indices):
+        raise CacheStateError(
+            f"the batch has {rows} rows: there is no row {wrong[0]}" if wrong else "no row would be left"
+        )
+    return torch.where(indices < 0, indices + rows, indices)
+
+
 def select_rows(layer, indices: Tensor) -> None:
     """Keep the rows `indices` of the batch. Linear layers have no such operation (those that hold attention, too, inherit
     one that leaves their states alone), static ones none either: reordering is the same gather."""

@@ -18,6 +18,7 @@ from ..storage.static_store import StaticStore, overflow_message
 from ..transformers_compat import model_config as compat
 from ..transformers_compat.deferred_stop import stop_is_deferred
 from . import build, native_layers, save_load
+from .batch_rows import BatchRows
 from .guards import Guards
 from .layer import OscarLayer
 from .memory_report import MemoryReport, layer_memory
@@ -25,7 +26,7 @@ from .static_layer import StaticOscarLayer
 from .wholeness import STATE_METHODS, Wholeness, watched
 
 
-class OscarCache(Cache):
+class OscarCache(BatchRows, Cache):
     """A 2-bit KV cache for `model.generate(past_key_values=...)` and `model(past_key_values=...)`.
 
     The first `sink_tokens` and the last `recent_tokens` tokens stay as the model made them; everything between is 2-bit.
@@ -352,31 +353,6 @@ class OscarCache(Cache):
                 # Crop 0 lets a layer drop what it recorded for a rollback; those that record nothing know no crop.
                 if tokens_to_remove or getattr(layer, "record_past", False):
                     native_layers.crop(layer, tokens_to_remove)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` of the batch (integers, or a bool mask)."""
-        indices = torch.as_tensor(indices)
-        with self._whole.changing("selection of rows"):
-            for layer in self.layers:
-                if isinstance(layer, OscarLayer):
-                    layer.batch_select_indices(indices)
-                else:
-                    native_layers.select_rows(layer, indices)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Gather rows of the batch."""
-        with self._whole.changing("reordering of beams"):
-            super().reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch `repeats` times."""
-        check_whole_number("batch_repeat_interleave", repeats, minimum=1)
-        with self._whole.changing("repetition of rows"):
-            for layer in self.layers:
-                if isinstance(layer, OscarLayer):
-                    layer.batch_repeat_interleave(repeats)
-                else:
-                    native_layers.repeat_rows(layer, repeats)
 
     def check_overflow(self) -> None:
         """Raise CacheStateError if tokens could not be stored; a growing cache stores all."""
