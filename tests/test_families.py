@@ -242,3 +242,50 @@ def test_older_attention_code(name):
     if name != "Bloom":
         # Its prompts want keys as long as the cache.
         check_equal(generate(model, arguments, OscarCache(config, max_cache_len=64, **WINDOWS)), expected)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("family", ["phi3", "phimoe"])
+def test_generate_uses_the_cache_whatever_the_length_of_the_text(family, static, recwarn):
+    """Phi models throw a cache away when the text passes `original_max_position_embeddings`, without a word (K1)."""
+    fields = dict(original_max_position_embeddings=40, max_position_embeddings=400)
+    if family == "phimoe":
+        # It states the length among its rotary parameters alone.
+        config = transformers.PhimoeConfig(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            num_local_experts=2, vocab_size=96, max_position_embeddings=400,
+        )  # fmt: skip
+        config.original_max_position_embeddings = 40
+        model = transformers.PhimoeForCausalLM(config).eval()
+    else:
+        model = tiny_model(family, num_hidden_layers=2, **fields)
+    ids, _ = prompt(1, 80)
+    options = dict(max_new_tokens=3, do_sample=False, disable_compile=True)
+    cache = OscarCache(model.config, recipe="hadamard", max_cache_len=120 if static else None)
+    got = model.generate(ids[:, :60], **{CACHE_ARGUMENT: cache}, **options)
+    assert cache.get_seq_length() == 62 and torch.equal(got, model.generate(ids[:, :60], **options))
+    cache = OscarCache(model.config, recipe="hadamard", max_cache_len=120 if static else None)
+    for length in (30, 60):
+        model.generate(ids[:, :length], **{CACHE_ARGUMENT: cache}, **options)
+        assert cache.get_seq_length() == length + 2
+    assert not [warning for warning in recwarn if "rotary factors" in str(warning.message)]
+
+
+def test_other_rotary_factors_beyond_a_length_are_warned_of():
+    rope = dict(
+        rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8,
+        original_max_position_embeddings=40, factor=10.0,
+    )  # fmt: skip
+    model = tiny_model(
+        "phi3", num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, rope_parameters=rope,
+        original_max_position_embeddings=40, max_position_embeddings=400,
+    )  # fmt: skip
+    ids, _ = prompt(1, 80)
+    cache = OscarCache(model.config, recipe="hadamard")
+    with torch.no_grad():
+        model(ids[:, :30], **{CACHE_ARGUMENT: cache})
+        with pytest.warns(
+            UserWarning, match="beyond 40 tokens this model takes other rotary factors than those that the 30"
+        ):
+            model(ids[:, 30:50], **{CACHE_ARGUMENT: cache})

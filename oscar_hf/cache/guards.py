@@ -18,13 +18,14 @@ _STACK_LEVEL = 6
 class Guards:
     """The checks, and what they remember between updates."""
 
-    def __init__(self, artifact: Artifact, has_cross_attention: bool, layers: int):
+    def __init__(self, artifact: Artifact, has_cross_attention: bool, layers: int, rope_switch: int | None = None):
         self._source, self._longest = artifact.source, artifact.config.longest_calibrated
         self._collapses = not artifact.config.center_block
         # With one layer two writes in a row are what two forwards do, so there it goes unnoticed.
         self._watches_cross_attention = has_cross_attention and layers > 1
         self._last_updated: int | None = None
         self._warned_of_length = False
+        self._rope_switch = rope_switch
 
     def refuse_cross_attention(self, layer_idx: int, layer) -> None:
         """Raise CacheStateError if an encoder-decoder model was given a bare cache: it then writes to each layer twice in a row,
@@ -55,6 +56,13 @@ class Guards:
         packed layer's store, which is being written to."""
         held, new = first.held, value_states.shape[2]
         self.warn_beyond_calibration(held + new)
+        if self._rope_switch and 0 < held <= self._rope_switch < held + new:
+            warnings.warn(
+                f"oscar_hf: beyond {self._rope_switch} tokens this model takes other rotary factors than those that the {held} "
+                "tokens of the cache were made with: call cache.reset() and give the whole text for what the model says without "
+                "a cache",
+                stacklevel=_STACK_LEVEL,
+            )
         if min(held, new) < _REPEATED_TOKENS or first.padding.is_padded:
             return
         batch, heads, _, dim = value_states.shape

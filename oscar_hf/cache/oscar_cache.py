@@ -109,7 +109,14 @@ class OscarCache(BatchRows, Cache):
         self._offloads = offloading
         self._open_layers: list[OscarLayer] = []
         self._whole = Wholeness(layers)
-        self._guards = Guards(self.artifact, config is not None and compat.has_cross_attention(config), len(layers))
+        known = None if config is None else decoder
+        self._is_dropped_if_true = compat.drops_caches(known, self.artifact.config.model_type)
+        self._guards = Guards(
+            self.artifact,
+            config is not None and compat.has_cross_attention(config),
+            len(layers),
+            compat.rope_switch(known),
+        )
         if max_cache_len is not None:
             self._guards.warn_beyond_calibration(max_cache_len, stacklevel=3)
 
@@ -251,6 +258,10 @@ class OscarCache(BatchRows, Cache):
     def oscar_layers(self) -> list[OscarLayer]:
         """The layers that hold packed data."""
         return list(self._packed)
+
+    def __bool__(self) -> bool:
+        """True, but for families whose generate() throws away a cache that is (Phi-3, Phi-4, Phi-MoE), so that they use it."""
+        return not self._is_dropped_if_true
 
     # -------------------------------------------------------------------------------------------------- update
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):

@@ -105,6 +105,25 @@ def longest_context(config: PreTrainedConfig, most: int) -> int:
     return min(stated, most) if isinstance(stated, int) and stated > 0 else most
 
 
+# Families whose generate() throws a cache away that is true and holds at most `original_max_position_embeddings` tokens, when the
+# text is longer: a DynamicCache takes its place, and nothing says so.
+_DROP_CACHES = ("phi3", "phi4_multimodal", "phimoe")
+
+
+def drops_caches(config: PreTrainedConfig | None, model_type: str | None) -> bool:
+    """Whether generate() of a model, known by its config or by its type, throws caches away."""
+    return (getattr(config, "model_type", None) or model_type) in _DROP_CACHES
+
+
+def rope_switch(config: PreTrainedConfig | None) -> int | None:
+    """Tokens up to which a model takes other rotary factors than beyond, so that keys of one kind do not serve the other."""
+    rope = shared_field(config, "rope_parameters") if config is not None else None
+    if not isinstance(rope, dict) or rope.get("rope_type") != "longrope":
+        return None
+    limit = rope.get("original_max_position_embeddings") or shared_field(config, "original_max_position_embeddings")
+    return limit if isinstance(limit, int) else None
+
+
 # Rotations that are the same whatever the length of the sequence.
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 
